@@ -1,0 +1,214 @@
+"""How a block of KV looks in host memory: the interface that every representation implements.
+
+A *block* is one page, one layer, one part (K or V): values `[page_size, heads, dim]` that become `block_bytes` bytes.
+A representation promises:
+
+* `block_layout(part)` names every byte of a block. Everything that needs an offset reads it there: the pool, the
+  transfer, the dump, the inspector and the kernels.
+* `encode` writes *every* byte of the blocks it is given, and the same values give the same bytes on every device.
+* `decode` reads blocks alone, so a block can be moved, dumped or compared without its neighbours.
+* `encode(decode(b)) == b` for every block `b` that `encode` wrote: write-back may evict what was itself restored, and
+  a second trip must not cost a second error.
+* Construction on a geometry that it cannot hold raises `UnsupportedGeometry` with every rule broken.
+
+It never sees an address, a stream or the arrangement of the arena.
+"""
+
+import abc
+import math
+from collections.abc import Iterator
+from typing import ClassVar
+
+import torch
+from attrs import field, frozen
+
+from hiqcache.geometry import KVGeometry, Part, UnsupportedGeometry, Violation
+
+
+@frozen
+class Section:
+    """A named array inside a block.
+
+    Attributes:
+        name: `payload`, `scales`, `padding`, or what the representation calls it.
+        dtype: element type.
+        shape: axes of the array in one block, the page's tokens first.
+        offset: byte of the block at which element (0, 0, ...) starts.
+        strides: bytes between neighbours along each axis.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+    strides: tuple[int, ...]
+
+    def byte_offsets(self) -> torch.Tensor:
+        """Offset in the block of every byte of this section, `[bytes]` int64."""
+        offsets = torch.arange(self.dtype.itemsize)
+        for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
+            offsets = (torch.arange(size)[:, None] * stride + offsets).flatten()
+        return offsets + self.offset
+
+
+@frozen
+class BlockLayout:
+    """The sections of a block; together they cover each of its bytes exactly once.
+
+    Raises:
+        ValueError: sections overlap, leave a byte unnamed, share a name or cannot be viewed as their dtype.
+    """
+
+    block_bytes: int
+    sections: tuple[Section, ...] = field(converter=tuple)
+
+    def __attrs_post_init__(self) -> None:
+        if len({section.name for section in self.sections}) != len(self.sections):
+            raise ValueError(f"section names repeat: {[section.name for section in self.sections]}")
+        for section in self.sections:
+            steps = (section.offset, *section.strides, self.block_bytes)
+            if any(step % section.dtype.itemsize for step in steps):
+                raise ValueError(f"section {section.name!r}: {steps} bytes are not whole {section.dtype} elements")
+        covered = torch.cat([section.byte_offsets() for section in self.sections])
+        if covered.min() < 0 or covered.max() >= self.block_bytes:
+            raise ValueError(f"a section reaches outside the block's {self.block_bytes} bytes")
+        counts = torch.bincount(covered, minlength=self.block_bytes)
+        if not bool((counts == 1).all()):
+            byte = int((counts != 1).nonzero()[0])
+            raise ValueError(f"byte {byte} of the block belongs to {int(counts[byte])} sections instead of one")
+
+    @classmethod
+    def records(cls, tokens: int, align: int = 1, /, **sections: tuple[torch.dtype, tuple[int, ...]]) -> "BlockLayout":
+        """A block of `tokens` equal records, each holding `sections` one after the other.
+
+        Args:
+            tokens: records in the block (the page size).
+            align: a record is padded with a `padding` section to a multiple of this many bytes.
+            sections: name -> (dtype, shape for one token).
+        """
+        used = sum(dtype.itemsize * math.prod(shape) for dtype, shape in sections.values())
+        record_bytes = -(-used // align) * align
+        if record_bytes > used:
+            sections["padding"] = (torch.uint8, (record_bytes - used,))
+        offset, placed = 0, []
+        for name, (dtype, shape) in sections.items():
+            inner = [dtype.itemsize * math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+            placed.append(Section(name, dtype, (tokens, *shape), offset, (record_bytes, *inner)))
+            offset += dtype.itemsize * math.prod(shape)
+        return cls(tokens * record_bytes, placed)
+
+    def __getitem__(self, name: str) -> Section:
+        for section in self.sections:
+            if section.name == name:
+                return section
+        raise KeyError(f"no section {name!r}; there are {[section.name for section in self.sections]}")
+
+    def __contains__(self, name: str) -> bool:
+        return any(section.name == name for section in self.sections)
+
+    def view(self, blocks: torch.Tensor, name: str) -> torch.Tensor:
+        """Section `name` of many blocks, without a copy.
+
+        Args:
+            blocks: `[..., block_bytes]` uint8; the last axis is contiguous, the others may have any stride.
+            name: a section's name.
+
+        Returns:
+            `[..., *section.shape]` of the section's dtype, sharing memory with `blocks`.
+        """
+        section = self[name]
+        typed = blocks.view(section.dtype)
+        size = section.dtype.itemsize
+        return typed.as_strided(
+            (*typed.shape[:-1], *section.shape),
+            (*typed.stride()[:-1], *(stride // size for stride in section.strides)),
+            typed.storage_offset() + section.offset // size,
+        )
+
+
+class HostRepresentation(abc.ABC):
+    """One way to store KV blocks in host memory, bound to one geometry.
+
+    Subclasses set the three class attributes, implement the three abstract methods, and add what they cannot hold to
+    `requirements`. `backends/bf16.py` is the shortest complete one.
+
+    Raises:
+        UnsupportedGeometry: `geometry` breaks at least one of `requirements(geometry)`.
+    """
+
+    name: ClassVar[str]
+    """What `--hicache-representation` takes."""
+    format_tag: ClassVar[str]
+    """Names the byte format; changes whenever the same values would give other bytes."""
+    summary: ClassVar[str]
+    """One line for `hiqcache list`."""
+
+    def __init__(self, geometry: KVGeometry):
+        violations = list(self.requirements(geometry))
+        if violations:
+            raise UnsupportedGeometry(self.name, violations)
+        self.geometry = geometry
+        self.layouts = {part: self.block_layout(part) for part in Part}
+        """The layouts, declared once and checked; `encode` and `decode` read these."""
+
+    @classmethod
+    def requirements(cls, geometry: KVGeometry) -> Iterator[Violation]:
+        """Every rule that `geometry` breaks. Subclasses yield from this one first."""
+        if geometry.dtype != torch.bfloat16:
+            yield Violation(
+                rule="element type of the device KV cache",
+                seen=str(geometry.dtype).removeprefix("torch."),
+                allowed="bfloat16",
+                flag="--kv-cache-dtype bf16 (and --dtype bfloat16)",
+            )
+        if geometry.head_dim != geometry.v_head_dim:
+            yield Violation(
+                rule="width of K and V heads",
+                seen=f"{geometry.head_dim} and {geometry.v_head_dim}",
+                allowed="the same width",
+                flag="the model (its head_dim and v_head_dim)",
+            )
+
+    @abc.abstractmethod
+    def block_layout(self, part: Part) -> BlockLayout:
+        """The bytes of one block of `part`."""
+
+    @abc.abstractmethod
+    def encode(self, values: torch.Tensor, part: Part, out: torch.Tensor) -> None:
+        """Encode blocks.
+
+        Args:
+            values: `[blocks, page_size, heads, dim]` of the geometry's dtype.
+            part: K or V.
+            out: `[blocks, block_bytes]` uint8 on the same device; every byte is written.
+        """
+
+    @abc.abstractmethod
+    def decode(self, blocks: torch.Tensor, part: Part, out: torch.Tensor) -> None:
+        """Decode blocks.
+
+        Args:
+            blocks: `[blocks, block_bytes]` uint8 that `encode` wrote.
+            part: K or V.
+            out: `[blocks, page_size, heads, dim]` of the geometry's dtype on the same device; fully overwritten.
+        """
+
+    def error_bound(self, values: torch.Tensor, decoded: torch.Tensor) -> torch.Tensor | None:
+        """Largest |decoded - values| that a correct codec may show, elementwise, in float64; None if unstated.
+
+        Args:
+            values: `[..., heads, dim]` finite values, as given to `encode`.
+            decoded: the same shape, as `decode` returned them.
+        """
+        return None
+
+    def bytes_per_token(self) -> int:
+        """Host bytes of one token, all layers, K and V, padding included.
+
+        Raises:
+            ValueError: a page's bytes do not divide evenly among its tokens, so SGLang could not size a pool.
+        """
+        per_page = self.geometry.layers * sum(layout.block_bytes for layout in self.layouts.values())
+        if per_page % self.geometry.page_size:
+            raise ValueError(f"{self.name}: {per_page} bytes a page are not a whole number for each token")
+        return per_page // self.geometry.page_size

@@ -1,0 +1,111 @@
+"""Which representation a server was asked for.
+
+The choice travels on the server's own argument record (`ServerArgs`), to every process that gets a copy of it, and
+not in an environment variable, which would leak into the next Engine of the same process.
+"""
+
+import importlib.metadata
+import logging
+import os
+from typing import NoReturn
+
+from attrs import frozen
+from sglang.srt.arg_groups.overrides import resolving_view
+from sglang.srt.server_args import ServerArgs
+
+from hiqcache import registry
+from hiqcache.geometry import HiqcacheError
+
+logger = logging.getLogger(__name__)
+
+FLAG = "--hicache-representation"
+ALIAS = "SGLANG_EXPERIMENTAL_HICACHE_INT8"
+"""Set to 1, asks for int8. It fails closed only while the plugin is loaded: without it, nobody reads the variable."""
+TESTED_SGLANG = ("0.5.23",)
+ALLOW_UNTESTED = "HIQCACHE_ALLOW_UNTESTED_SGLANG"
+
+_ATTRIBUTE = "_hiqcache_choice"
+
+
+class Refused(HiqcacheError):
+    """A server that asked for a representation cannot be served with it, and therefore not at all."""
+
+
+@frozen
+class Choice:
+    """A representation asked for.
+
+    Attributes:
+        name: its registered name.
+        source: the flag, keyword or variable that asked, for messages.
+        command_line: whether a person at a terminal waits for a sentence (rather than Python code for an exception).
+    """
+
+    name: str
+    source: str
+    command_line: bool
+
+    def refuse(self, reason: object) -> NoReturn:
+        """Stop this process's server.
+
+        Raises:
+            SystemExit: on a command line: the sentence on stderr and status 1.
+            Refused: anywhere else.
+        """
+        text = f"hiqcache: {self.source} asked for host representation {self.name!r}, which cannot be served.\n{reason}"
+        raise SystemExit(text) if self.command_line else Refused(text)
+
+
+def choose(server_args: ServerArgs, name: str | None, *, source: str, command_line: bool) -> None:
+    """Record on `server_args` what was asked for, after checking that it can be asked for at all.
+
+    Args:
+        server_args: the record of the server to be.
+        name: a representation's name; None where only the environment variable may ask.
+        source: who passed `name`.
+        command_line: see `Choice`.
+
+    Raises:
+        SystemExit, Refused: see `Choice.refuse`.
+    """
+    if _alias():
+        if name not in (None, "int8"):
+            Choice(name, source, command_line).refuse(f"{ALIAS}=1 asks for 'int8': unset it, or ask for int8 here too.")
+        if name is None:
+            name, source = "int8", f"{ALIAS}=1"
+    if name is None:
+        return
+    choice = Choice(name, source, command_line)
+    try:
+        registry.get(name)
+    except HiqcacheError as error:
+        choice.refuse(error)
+    _check_sglang(choice)
+    if not resolving_view(server_args).enable_hierarchical_cache:
+        choice.refuse("It changes how HiCache's host tier is stored: add --enable-hierarchical-cache, or drop it.")
+    setattr(server_args, _ATTRIBUTE, choice)
+
+
+def chosen(server_args: ServerArgs) -> Choice | None:
+    """What `choose` recorded; None means: leave SGLang as it is."""
+    return getattr(server_args, _ATTRIBUTE, None)
+
+
+def _alias() -> bool:
+    value = os.environ.get(ALIAS, "").strip().lower()
+    if value in ("1", "true", "yes", "on"):
+        return True
+    if value in ("", "0", "false", "no", "off"):
+        return False
+    raise SystemExit(f"hiqcache: {ALIAS}={value!r}; allowed: 1 (ask for int8), 0 or unset (do not)")
+
+
+def _check_sglang(choice: Choice) -> None:
+    found = importlib.metadata.version("sglang")
+    if found in TESTED_SGLANG:
+        return
+    tested = ", ".join(TESTED_SGLANG)
+    if os.environ.get(ALLOW_UNTESTED) == "1":
+        logger.warning("hiqcache: SGLang %s is untested (tested: %s); %s=1 lets it run", found, tested, ALLOW_UNTESTED)
+        return
+    choice.refuse(f"SGLang {found} is untested; tested: {tested}. {ALLOW_UNTESTED}=1 turns this into a warning.")

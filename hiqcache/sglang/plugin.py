@@ -1,0 +1,262 @@
+"""Every hook into SGLang, in the order in which a server meets them.
+
+Each hook does nothing for a server that asked for no representation. SGLang swallows what goes wrong while hooks are
+applied, so the first thing that a server with our flag does is to ask whether all of them are in place.
+"""
+
+import argparse
+import functools
+import os
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any
+
+import attrs
+import psutil
+import yaml
+from sglang.srt.arg_groups.overrides import resolving_view
+from sglang.srt.entrypoints.engine import Engine, SchedulerInitResult
+from sglang.srt.mem_cache.device_pool_info import MHABufferInfo
+from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from sglang.srt.runtime_context import get_parallel
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils import kill_process_tree
+
+from hiqcache import registry
+from hiqcache.geometry import HiqcacheError
+from hiqcache.sglang import cpu, proof, rules
+from hiqcache.sglang.choice import ALIAS, FLAG, Choice, Refused, choose, chosen
+from hiqcache.sglang.pool import RepresentationHostPool, geometry_of
+
+KEYWORD = "hicache_representation"
+
+_building: ContextVar[Choice | None] = ContextVar("hiqcache_building", default=None)
+"""The choice of the server whose KV cache this process is building."""
+
+
+# -- the launcher: what was asked for --------------------------------------------------------------------------------
+
+
+def around_prepare_server_args(original: Callable, argv: list[str]) -> ServerArgs:
+    """Refuse `--config=FILE`, which SGLang ignores, where ignoring it would drop a representation."""
+    for argument in argv:
+        if not argument.startswith("--config="):
+            continue
+        path = argument.removeprefix("--config=")
+        if any(FLAG.startswith(word.split("=")[0]) and word.startswith("--hicache-rep") for word in argv):
+            _refuse_config(argument, f"{FLAG} is given too")
+        if os.environ.get(ALIAS):
+            _refuse_config(argument, f"{ALIAS} is set too")
+        if _mentions_flag(path):
+            _refuse_config(argument, f"{path} asks for a host representation")
+    return original(argv)
+
+
+def _mentions_flag(path: str) -> bool:
+    try:
+        with open(path, encoding="utf-8") as file:
+            keys = yaml.safe_load(file) or {}
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return False  # SGLang does not read it either
+    return isinstance(keys, dict) and KEYWORD in {str(key).replace("-", "_") for key in keys}
+
+
+def _refuse_config(argument: str, why: str) -> None:
+    raise SystemExit(
+        f"hiqcache: SGLang ignores {argument!r} in this form, and {why}. Write it as two words: --config FILE."
+    )
+
+
+def after_add_cli_args(result: None, parser: argparse.ArgumentParser) -> None:
+    """The flag."""
+    parser.add_argument(
+        FLAG,
+        dest=KEYWORD,
+        metavar="NAME",
+        default=None,
+        help="How HiCache's host tier (L2) stores KV: " + ", ".join(registry.names()) + " (hiqcache plugin; "
+        "`hiqcache list` describes them). Default: SGLang's own BF16 host pool. Needs --enable-hierarchical-cache.",
+    )
+
+
+def around_from_cli_args(original: Callable, cls: type[ServerArgs], args: argparse.Namespace) -> ServerArgs:
+    """Put what the command line asked for on the record."""
+    server_args = original(cls, args)
+    choose(server_args, getattr(args, KEYWORD, None), source=FLAG, command_line=True)
+    return server_args
+
+
+def engine_server_args(original: Callable, **kwargs: Any) -> ServerArgs:
+    """`sgl.Engine(hicache_representation=NAME, ...)`: take the keyword that SGLang's record does not know."""
+    name = kwargs.pop(KEYWORD, None)
+    server_args = original(**kwargs)
+    choose(server_args, name, source=f"Engine({KEYWORD}=...)", command_line=False)
+    return server_args
+
+
+def around_launch_scheduler_processes(
+    original: Callable, cls: type[Engine], server_args: ServerArgs, *args: Any, **kwargs: Any
+) -> tuple[SchedulerInitResult, list | None]:
+    """Check the resolved settings before any scheduler starts, and the schedulers before anything is served."""
+    if chosen(server_args) is None:  # a record that somebody built without us: only the variable can ask
+        choose(server_args, None, source=ALIAS, command_line=False)
+    choice = chosen(server_args)
+    if choice is None:
+        return original(cls, server_args, *args, **kwargs)
+    try:
+        _require_hooks()
+        broken = list(rules.violations(resolving_view(server_args)))
+        if broken:
+            raise Refused("\n".join(f"  - {violation}" for violation in broken))
+    except (HiqcacheError, AttributeError) as error:
+        choice.refuse(error)
+
+    before = {child.pid for child in psutil.Process().children()}
+    result, processes = original(cls, server_args, *args, **kwargs)
+    wait_for_ready = result.wait_for_ready
+
+    def wait_and_verify() -> None:
+        try:
+            wait_for_ready()
+            proof.verify(choice, result.scheduler_infos)
+        except Exception as error:
+            _kill_children(except_for=before)
+            if isinstance(error, RuntimeError):
+                error = f"A scheduler stopped while it started; its reason is in the log above. ({error})"
+            choice.refuse(error)
+
+    result.wait_for_ready = wait_and_verify
+    return result, processes
+
+
+def _kill_children(except_for: set[int]) -> None:
+    for child in psutil.Process().children():
+        if child.pid not in except_for:
+            kill_process_tree(child.pid)
+
+
+# -- the scheduler: building the pool --------------------------------------------------------------------------------
+
+
+def around_build_kv_cache(original: Callable, *args: Any, server_args: ServerArgs, **kwargs: Any) -> Any:
+    """Build with our pool, and go no further with any other."""
+    choice = chosen(server_args)
+    if choice is None:
+        return original(*args, server_args=server_args, **kwargs)
+    token = _building.set(choice)
+    try:
+        _require_hooks()
+        result = original(*args, server_args=server_args, **kwargs)
+        proof.pool_in_force(result.tree_cache)
+        return result
+    except HiqcacheError as error:
+        if get_parallel().num_dp_ranks > 1:
+            raise  # the data-parallel controller notices an exception only
+        raise SystemExit(f"hiqcache: host representation {choice.name!r} ({choice.source}): {error}") from None
+    finally:
+        _building.reset(token)
+
+
+def around_estimate_hicache_bytes(original: Callable, params: Any, draft_plan: Any) -> int:
+    """Count encoded bytes where SGLang fits its default ratio to the free host memory."""
+    device_bytes = original(params, draft_plan)
+    choice = _building.get()
+    if choice is None:
+        return device_bytes
+    kv_pool = params.token_to_kv_pool_allocator.get_kvcache()
+    infos = getattr(kv_pool, "get_device_pool_infos", tuple)()
+    if len(infos) != 1 or not isinstance(infos[0].buffer_info, MHABufferInfo):
+        return device_bytes  # not a pool we replace: the server will be refused for it, with the reason
+    geometry = geometry_of(infos[0].buffer_info, params.page_size)
+    encoded = registry.get(choice.name)(geometry).bytes_per_token()
+    return device_bytes * encoded // geometry.device_bytes_per_token
+
+
+def around_get_mha_host_pool_cls(original: Callable, buffer_info: MHABufferInfo) -> Callable:
+    """Hand out our pool where SGLang would build its plain MHA one."""
+    sglang_class = original(buffer_info)
+    choice = _building.get()
+    if choice is None:
+        return sglang_class
+    if sglang_class is not MHATokenToKVPoolHost:
+        raise Refused(f"SGLang chose {sglang_class.__name__} for this model; allowed: {MHATokenToKVPoolHost.__name__}")
+    return functools.partial(RepresentationHostPool, representation=registry.get(choice.name))
+
+
+# -- the scheduler: serving ------------------------------------------------------------------------------------------
+
+
+def after_scheduler_init_info(info: dict[str, Any], scheduler: Any) -> dict[str, Any]:
+    """Report what is really in force."""
+    if chosen(scheduler.server_args) is not None:
+        info[proof.KEY] = [attrs.asdict(proof.Report.of(proof.pool_in_force(scheduler.tree_cache)))]
+    return info
+
+
+def after_controller_init_info(info: dict[str, Any], controller: Any) -> dict[str, Any]:
+    """Pass on the reports of every replica; one that sent none is passed on as that."""
+    if chosen(controller.server_args) is not None:
+        reports = (entry.get(proof.KEY) or [None] for entry in controller._scheduler_init_infos)
+        info[proof.KEY] = [report for replica in reports for report in replica]
+    return info
+
+
+def around_attach_storage_backend(original: Callable, tree_cache: Any, *args: Any, **kwargs: Any) -> tuple[bool, str]:
+    """`PUT /hicache/storage-backend` would write encoded pages under BF16 keys."""
+    group = tree_cache.host_pool_group
+    if group is not None and any(type(entry.host_pool) is RepresentationHostPool for entry in group.entries):
+        name = group.entries[0].host_pool.representation.name
+        return False, f"hiqcache: L2 holds {name!r} pages, which no storage backend (L3) can take yet"
+    return original(tree_cache, *args, **kwargs)
+
+
+# -- registration ----------------------------------------------------------------------------------------------------
+
+HOOKS: tuple[tuple[str, Callable, HookType], ...] = (
+    ("sglang.srt.server_args.prepare_server_args", around_prepare_server_args, HookType.AROUND),
+    ("sglang.srt.server_args.ServerArgs.add_cli_args", after_add_cli_args, HookType.AFTER),
+    ("sglang.srt.server_args.ServerArgs.from_cli_args", around_from_cli_args, HookType.AROUND),
+    (
+        "sglang.srt.entrypoints.engine.Engine._launch_scheduler_processes",
+        around_launch_scheduler_processes,
+        HookType.AROUND,
+    ),
+    ("sglang.srt.mem_cache.kv_cache_builder.build_kv_cache", around_build_kv_cache, HookType.AROUND),
+    (
+        "sglang.srt.mem_cache.hicache_auto_size._estimate_hicache_bytes",
+        around_estimate_hicache_bytes,
+        HookType.AROUND,
+    ),
+    ("sglang.srt.mem_cache.pool_host.mha.get_mha_host_pool_cls", around_get_mha_host_pool_cls, HookType.AROUND),
+    ("sglang.srt.managers.scheduler.Scheduler.get_init_info", after_scheduler_init_info, HookType.AFTER),
+    (
+        "sglang.srt.managers.data_parallel_controller.DataParallelController.get_init_info",
+        after_controller_init_info,
+        HookType.AFTER,
+    ),
+    (
+        "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.attach_storage_backend",
+        around_attach_storage_backend,
+        HookType.AROUND,
+    ),
+)
+
+
+def register() -> None:
+    """Entry point `sglang.srt.plugins`: SGLang calls it in every process, before arguments are parsed."""
+    for target, hook, kind in HOOKS:
+        HookRegistry.register(target, hook, kind)
+    factory = functools.partial(engine_server_args, Engine.server_args_class)
+    Engine.server_args_class = staticmethod(factory)  # type: ignore[assignment]
+    cpu.adapt()
+
+
+def _require_hooks() -> None:
+    """
+    Raises:
+        Refused: SGLang could not apply a hook (it logs that and goes on).
+    """
+    missing = [target for target, _, _ in HOOKS if target not in HookRegistry._patched]
+    if missing:
+        raise Refused(f"SGLang did not apply these hooks: {', '.join(missing)}; its log says why.")

@@ -1,0 +1,51 @@
+"""What a transfer promises to the pool that owns it."""
+
+import abc
+from collections.abc import Sequence
+
+import torch
+from attrs import field, frozen
+
+from hiqcache.geometry import Part
+
+
+@frozen
+class DeviceRows:
+    """The device pool (L1): for each layer, one row of values for each slot.
+
+    Attributes:
+        k: per layer `[slots, heads, head_dim]`, contiguous.
+        v: per layer `[slots, heads, v_head_dim]`, contiguous.
+    """
+
+    k: Sequence[torch.Tensor] = field(converter=tuple)
+    v: Sequence[torch.Tensor] = field(converter=tuple)
+
+    def of(self, part: Part) -> Sequence[torch.Tensor]:
+        """The rows of one part, by layer."""
+        return self.k if part is Part.K else self.v
+
+    @property
+    def device(self) -> torch.device:
+        """Where the rows are."""
+        return self.k[0].device
+
+
+class Transfer(abc.ABC):
+    """Moves whole pages between device rows and an arena.
+
+    Both methods take slots as SGLang hands them over: int64, one entry a token, whole pages, the tokens of a page in
+    order, the pages in any order and none twice; host and device slots pair up. Host slot `h` is token
+    `h % page_size` of page `h // page_size`.
+
+    Both enqueue their work on the current stream, decoding included, and return without waiting for it: they read no
+    device tensor on the host and synchronise nothing. Rows and blocks that the indices do not name stay untouched.
+    """
+
+    @abc.abstractmethod
+    def backup(self, host_indices: torch.Tensor, device_indices: torch.Tensor) -> None:
+        """Encode the rows `device_indices` of every layer into the blocks of `host_indices`."""
+
+    @abc.abstractmethod
+    def restore(self, layer: int, host_indices: torch.Tensor, device_indices: torch.Tensor) -> None:
+        """Decode the blocks of `host_indices` in one layer into the rows `device_indices`."""
