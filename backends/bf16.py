@@ -4,7 +4,7 @@ import torch
 
 from hiqcache.geometry import Part
 from hiqcache.registry import register
-from hiqcache.representation import BlockLayout, HostRepresentation
+from hiqcache.representation import BlockLayout, HostRepresentation, Tiles
 
 
 @register
@@ -24,6 +24,11 @@ class Bf16(HostRepresentation):
 
     def decode(self, blocks: torch.Tensor, part: Part, out: torch.Tensor) -> None:
         out.copy_(self.layouts[part].view(blocks, "payload"))
+
+    def tiles(self, part: Part) -> Tiles:
+        from hiqcache.backends import bf16_tiles
+
+        return Tiles(bf16_tiles.encode, bf16_tiles.decode, ("payload",))
 
     def error_bound(self, values: torch.Tensor, decoded: torch.Tensor) -> torch.Tensor:
         return torch.zeros_like(values, dtype=torch.float64)

@@ -6,7 +6,7 @@ import torch
 
 from hiqcache.geometry import KVGeometry, Part, Violation
 from hiqcache.registry import register
-from hiqcache.representation import BlockLayout, HostRepresentation
+from hiqcache.representation import BlockLayout, HostRepresentation, Tiles
 
 ALIGN = 128
 """Bytes: SGLang's register-based mover takes rows that are a multiple of this."""
@@ -75,6 +75,11 @@ class Int8(HostRepresentation):
         x = layout.view(blocks, "payload").float().mul_(scales).clamp_(-LARGEST_BF16, LARGEST_BF16)
         # The literal NaN, because what `0 * NaN` leaves in the payload bits differs between devices.
         out.copy_(x).masked_fill_(scales.isnan(), torch.nan)
+
+    def tiles(self, part: Part) -> Tiles:
+        from hiqcache.backends import int8_tiles
+
+        return Tiles(int8_tiles.encode, int8_tiles.decode, ("payload", "scales"))
 
     def error_bound(self, values: torch.Tensor, decoded: torch.Tensor) -> torch.Tensor:
         """`(0.5 + 2**-8) * s + 2**-8 * |x^|`: half a step, the stored scale's rounding, the output's rounding."""

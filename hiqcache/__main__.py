@@ -6,7 +6,6 @@ function; a module that cannot be imported takes only its own command away.
 """
 
 import importlib
-import os
 import pkgutil
 import sys
 from typing import Any
@@ -15,8 +14,6 @@ import click
 
 from hiqcache import __version__, commands
 
-STDOUT = 1
-"""File descriptor of standard output."""
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells have it: 128 + SIGINT."""
 
@@ -45,13 +42,9 @@ class Commands(click.Group):
                 return super().invoke(ctx)
             finally:
                 if sys.stdout is not None:  # None: started with standard output closed
-                    sys.stdout.flush()  # here, where a closed pipe can still be handled
+                    sys.stdout.flush()  # so that click, and not Python's shutdown, meets a closed pipe
         except KeyboardInterrupt:
             ctx.exit(INTERRUPTED)
-        except BrokenPipeError:
-            # What is buffered has no reader any more, and Python would complain about it while shutting down.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)
-            ctx.exit(1)
         except ValueError as error:
             from hiqcache.geometry import HiqcacheError  # imports torch: seconds that --help need not wait
 
@@ -64,7 +57,7 @@ def _unavailable(name: str, error: Exception) -> click.Command:
     """The command that stands in for one whose module cannot be imported."""
     reason = f"{type(error).__name__}: {error}"
 
-    def fail(**_: object) -> None:
+    def fail() -> None:
         raise click.ClickException(f"command {name!r} is unavailable: {reason}") from error
 
     accept_anything = {"ignore_unknown_options": True, "allow_extra_args": True}

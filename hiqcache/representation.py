@@ -126,6 +126,26 @@ class BlockLayout:
         )
 
 
+@frozen
+class Tiles:
+    """What a representation gives the GPU kernels: two `@triton.jit` functions that see values and sections only.
+
+    A tile is `rows` (token, head) pairs. The kernels find the addresses in the block layout, load and store; a section
+    named `padding` is zeroed by them. Bytes and values must equal those of `encode` and `decode`.
+
+    Attributes:
+        encode: values `[rows, dim]` of the device's dtype -> a tuple with one tile for each of `sections`.
+        decode: those tiles, in that order -> values `[rows, dim]`.
+        sections: names of sections shaped `(page_size, heads)`, whose tiles are `[rows]`, or `(page_size, heads, n)`,
+            whose tiles are `[rows, n]`. `dim` and `n` are rounded up to powers of two: what is beyond them reads as
+            zero and is not stored.
+    """
+
+    encode: object
+    decode: object
+    sections: tuple[str, ...]
+
+
 class HostRepresentation(abc.ABC):
     """One way to store KV blocks in host memory, bound to one geometry.
 
@@ -192,6 +212,13 @@ class HostRepresentation(abc.ABC):
             part: K or V.
             out: `[blocks, page_size, heads, dim]` of the geometry's dtype on the same device; fully overwritten.
         """
+
+    def tiles(self, part: Part) -> Tiles | None:
+        """Tile functions for blocks of `part`; None leaves them to the plain-PyTorch transfer.
+
+        Only called where Triton can be imported.
+        """
+        return None
 
     def error_bound(self, values: torch.Tensor, decoded: torch.Tensor) -> torch.Tensor | None:
         """Largest |decoded - values| that a correct codec may show, elementwise, in float64; None if unstated.

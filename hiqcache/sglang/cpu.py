@@ -24,8 +24,9 @@ ENGINE_ARGS = {
     "sampling_backend": "pytorch",
     "disable_overlap_schedule": True,
     "disable_cuda_graph": True,
+    "sleep_on_idle": True,
 }
-"""Settings of `sgl.Engine` that SGLang needs on a CPU."""
+"""Settings of `sgl.Engine` that SGLang needs on a CPU; the last leaves the cores to others between requests."""
 
 VARIABLE = "SGLANG_USE_CPU_ENGINE"
 
@@ -61,9 +62,10 @@ def adapt() -> None:
 
 def command_line(arguments: list[str]) -> list[str]:
     """The command of a SGLang server with `arguments` on this machine's CPU."""
-    flags = ["--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
-    flags += ["--disable-overlap-schedule", "--disable-cuda-graph"]
-    return [sys.executable, "-m", "sglang.launch_server", *flags, *arguments]
+    words = [sys.executable, "-m", "sglang.launch_server"]
+    for name, value in ENGINE_ARGS.items():
+        words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+    return [*words, *arguments]
 
 
 if __name__ == "__main__":

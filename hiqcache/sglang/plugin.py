@@ -13,6 +13,7 @@ from typing import Any
 
 import attrs
 import psutil
+import torch
 import yaml
 from sglang.srt.arg_groups.overrides import resolving_view
 from sglang.srt.entrypoints.engine import Engine, SchedulerInitResult
@@ -202,6 +203,23 @@ def after_controller_init_info(info: dict[str, Any], controller: Any) -> dict[st
     return info
 
 
+def around_move_pool_indices(
+    original: Callable,
+    controller: Any,
+    host_pool: Any,
+    host_indices: torch.Tensor,
+    device_indices: torch.Tensor,
+    *,
+    write_back_jit: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Leave host slots on the CPU where the transfer computes addresses there; SGLang would upload them first."""
+    if type(host_pool) is not RepresentationHostPool:
+        return original(controller, host_pool, host_indices, device_indices, write_back_jit=write_back_jit)
+    if host_indices.device.type == "cpu":
+        host_indices = host_indices.to(host_pool.transfer.host_indices_device, non_blocking=True)
+    return host_indices, device_indices
+
+
 def around_attach_storage_backend(original: Callable, tree_cache: Any, *args: Any, **kwargs: Any) -> tuple[bool, str]:
     """`PUT /hicache/storage-backend` would write encoded pages under BF16 keys."""
     group = tree_cache.host_pool_group
@@ -236,6 +254,11 @@ HOOKS: tuple[tuple[str, Callable, HookType], ...] = (
         HookType.AFTER,
     ),
     (
+        "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController._move_pool_indices",
+        around_move_pool_indices,
+        HookType.AROUND,
+    ),
+    (
         "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.attach_storage_backend",
         around_attach_storage_backend,
         HookType.AROUND,
@@ -247,7 +270,8 @@ def register() -> None:
     """Entry point `sglang.srt.plugins`: SGLang calls it in every process, before arguments are parsed."""
     for target, hook, kind in HOOKS:
         HookRegistry.register(target, hook, kind)
-    factory = functools.partial(engine_server_args, Engine.server_args_class)
+    # SGLang annotates the class attribute as an instance.
+    factory = functools.partial(engine_server_args, Engine.server_args_class)  # type: ignore[arg-type]
     Engine.server_args_class = staticmethod(factory)  # type: ignore[assignment]
     cpu.adapt()
 

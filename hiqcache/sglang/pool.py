@@ -12,7 +12,7 @@ from sglang.srt.runtime_context import get_parallel
 from hiqcache.arena import LAYOUTS, ArenaShape, HostArena
 from hiqcache.geometry import KVGeometry, UnsupportedGeometry, Violation
 from hiqcache.representation import HostRepresentation
-from hiqcache.transfer import DeviceRows, EagerTransfer
+from hiqcache.transfer import DeviceRows, make_transfer
 
 DEVICES = ("cuda", "cpu")
 
@@ -88,9 +88,13 @@ class RepresentationHostPool(MHATokenToKVPoolHost):
         self.arena = HostArena(shape, buffer)
         return buffer
 
-    def _initialize_transfer_views(self, buffer_info: MHABufferInfo, write_back_staging: object) -> None:
+    def _initialize_transfer_views(
+        self, buffer_info: MHABufferInfo, write_back_staging: tuple[torch.Tensor, torch.Tensor] | None
+    ) -> None:
         rows = DeviceRows(self.device_k_buffers, self.device_v_buffers)
-        self.transfer = EagerTransfer(self.representation, self.arena, rows)
+        # SGLang allocated its BF16 staging before it sized the KV pool, and nothing else uses it: no memory is taken
+        # from anybody by using it as bytes.
+        self.transfer = make_transfer(self.representation, self.arena, rows, write_back_staging or ())
 
     # -- moving pages -------------------------------------------------------------------------------------------
 

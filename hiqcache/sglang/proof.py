@@ -33,6 +33,7 @@ class Report:
         page_size: tokens in a page.
         layout: `--hicache-mem-layout` in force.
         transfer: class that moves the pages.
+        staging_bytes: device memory allocated for it, beyond what SGLang had set aside.
     """
 
     representation: str
@@ -43,6 +44,7 @@ class Report:
     page_size: int
     layout: str
     transfer: str
+    staging_bytes: int
 
     @classmethod
     def of(cls, pool: RepresentationHostPool) -> "Report":
@@ -56,6 +58,7 @@ class Report:
             page_size=pool.page_size,
             layout=pool.layout,
             transfer=type(pool.transfer).__name__,
+            staging_bytes=pool.transfer.staging_bytes,
         )
 
     def __str__(self) -> str:
@@ -64,7 +67,8 @@ class Report:
             f"L2 holds KV as {self.representation}: {self.bytes_per_token:,} bytes per token "
             f"({self.device_bytes_per_token:,} in BF16, {1 - self.bytes_per_token / self.device_bytes_per_token:.2%} "
             f"saved), {self.tokens:,} tokens in {host_bytes / 1e9:.2f} GB where BF16 would hold "
-            f"{host_bytes // self.device_bytes_per_token:,} ({self.layout}, pages of {self.page_size}, {self.transfer})"
+            f"{host_bytes // self.device_bytes_per_token:,} ({self.layout}, pages of {self.page_size}, {self.transfer} "
+            f"with {self.staging_bytes / 2**20:.0f} MiB of staging of its own)"
         )
 
 

@@ -18,8 +18,8 @@ class DeviceRows:
         v: per layer `[slots, heads, v_head_dim]`, contiguous.
     """
 
-    k: Sequence[torch.Tensor] = field(converter=tuple)
-    v: Sequence[torch.Tensor] = field(converter=tuple)
+    k: tuple[torch.Tensor, ...] = field(converter=tuple)
+    v: tuple[torch.Tensor, ...] = field(converter=tuple)
 
     def of(self, part: Part) -> Sequence[torch.Tensor]:
         """The rows of one part, by layer."""
@@ -36,11 +36,23 @@ class Transfer(abc.ABC):
 
     Both methods take slots as SGLang hands them over: int64, one entry a token, whole pages, the tokens of a page in
     order, the pages in any order and none twice; host and device slots pair up. Host slot `h` is token
-    `h % page_size` of page `h // page_size`.
+    `h % page_size` of page `h // page_size`. Device slots are on the rows' device; host slots may be on the CPU or
+    there, best on `host_indices_device`.
 
     Both enqueue their work on the current stream, decoding included, and return without waiting for it: they read no
-    device tensor on the host and synchronise nothing. Rows and blocks that the indices do not name stay untouched.
+    device tensor on the host and synchronise nothing. Rows and blocks that the indices do not name stay untouched. A
+    backup and a restore may be under way at once, on two streams; two backups or two restores may not.
     """
+
+    @property
+    @abc.abstractmethod
+    def host_indices_device(self) -> torch.device:
+        """Where host slots are read without being copied first."""
+
+    @property
+    @abc.abstractmethod
+    def staging_bytes(self) -> int:
+        """Device memory that this transfer allocated."""
 
     @abc.abstractmethod
     def backup(self, host_indices: torch.Tensor, device_indices: torch.Tensor) -> None:
@@ -48,4 +60,8 @@ class Transfer(abc.ABC):
 
     @abc.abstractmethod
     def restore(self, layer: int, host_indices: torch.Tensor, device_indices: torch.Tensor) -> None:
-        """Decode the blocks of `host_indices` in one layer into the rows `device_indices`."""
+        """Decode the blocks of `host_indices` in one layer into the rows `device_indices`.
+
+        Called for each layer, 0 first, in order and with the same slots. What the call for a layer has enqueued when
+        it returns puts the rows of that layer in place, and perhaps those of later ones.
+        """

@@ -44,6 +44,15 @@ class EagerTransfer(Transfer):
             torch.empty((self._chunk, block_bytes), dtype=torch.uint8, device=device),
         )
 
+    @property
+    def host_indices_device(self) -> torch.device:
+        return self._rows.device
+
+    @property
+    def staging_bytes(self) -> int:
+        staging = (*self._backup_staging.values(), *self._restore_staging.values())
+        return sum(buffer.nbytes for pair in staging for buffer in pair)
+
     def backup(self, host_indices: torch.Tensor, device_indices: torch.Tensor) -> None:
         for pages, slots in self._chunks(host_indices, device_indices):
             for part in Part:

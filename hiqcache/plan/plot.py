@@ -1,0 +1,54 @@
+"""A plan as a picture: hit rate against host gigabytes, one curve for each representation."""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+from hiqcache.geometry import HiqcacheError
+from hiqcache.plan.replay import Plan
+
+FORMATS = (".png", ".svg")
+"""Ends of file names that `draw` takes."""
+
+
+class CannotPlot(HiqcacheError):
+    """matplotlib is not installed, or the file cannot be written."""
+
+
+def require_plotting() -> None:
+    """Check for matplotlib before a long replay.
+
+    Raises:
+        CannotPlot: it is not installed.
+    """
+    if find_spec("matplotlib") is None:
+        raise CannotPlot("a plot needs matplotlib: pip install 'hiqcache[plot]'")
+
+
+def draw(plan: Plan, title: str, file: Path) -> None:
+    """Write the curves of `plan` to `file`, whose name ends in one of `FORMATS`.
+
+    Raises:
+        CannotPlot: matplotlib is not installed, or the file cannot be written.
+    """
+    require_plotting()
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    axes = figure.add_subplot()
+    for name, estimates in plan.estimates.items():
+        budgets = [estimate.gigabytes for estimate in estimates]
+        axes.plot(budgets, [100 * estimate.totals.hit_rate for estimate in estimates], marker="o", label=name)
+    axes.axhline(100 * plan.without_l2.hit_rate, linestyle=":", color="gray", label="no L2")
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.set_ylim(bottom=0)
+    axes.set(title=title, xlabel="host memory for L2, each rank (GB)", ylabel="hit rate (% of prompt tokens)")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    try:
+        # No date and no random ids: the same plan gives the same SVG.
+        with matplotlib.rc_context({"svg.hashsalt": "hiqcache"}):
+            figure.savefig(file, dpi=150, metadata={"Date": None} if file.suffix == ".svg" else None)
+    except OSError as error:
+        raise CannotPlot(f"{file}: {error.strerror}") from error

@@ -1,0 +1,76 @@
+"""Many asynchronous copies between pinned memory and the GPU in one driver call (`cuMemcpyBatchAsync`).
+
+One call for each copy costs the host 3 microseconds and the copy engine its lead; PyTorch binds no batched copy.
+"""
+
+import ctypes
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+
+_STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+_DEVICE, _HOST = 1, 2  # CU_MEM_LOCATION_TYPE_*
+
+
+class _Location(ctypes.Structure):
+    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
+
+
+class _Attributes(ctypes.Structure):
+    """CUmemcpyAttributes."""
+
+    _fields_ = (
+        ("source_access_order", ctypes.c_int),
+        ("source", _Location),
+        ("destination", _Location),
+        ("flags", ctypes.c_uint),
+    )
+
+
+@cache
+def _copy_function() -> Any:
+    function = getattr(ctypes.CDLL("libcuda.so.1"), "cuMemcpyBatchAsync", None)
+    if function is not None:
+        pointer, size = ctypes.c_void_p, ctypes.c_size_t
+        function.argtypes = [pointer, pointer, pointer, size, pointer, pointer, size, pointer, pointer]
+    return function
+
+
+@cache
+def _attributes(device: int, to_host: bool) -> _Attributes:
+    ends = (_Location(_DEVICE, device), _Location(_HOST, 0))
+    return _Attributes(_STREAM_ORDER, *(ends if to_host else reversed(ends)), 0)
+
+
+def available() -> bool:
+    """Whether the driver has batched copies (CUDA 12.8 and later)."""
+    return _copy_function() is not None
+
+
+def copy_batch(copies: np.ndarray, stream: int | None, to_host: bool) -> None:
+    """Enqueue copies, in any order among themselves.
+
+    Args:
+        copies: `[3, n]` int64, contiguous: destinations, sources, sizes in bytes. One side is pinned host memory, and
+            each copy stays within one registration of it.
+        stream: handle of a CUDA stream on the current device, not the legacy default one, which the driver refuses.
+        to_host: whether the destinations are the host's side.
+
+    Raises:
+        RuntimeError: the driver refused.
+    """
+    count, address = copies.shape[1], copies.ctypes.data
+    attributes, first, failed = _attributes(torch.cuda.current_device(), to_host), ctypes.c_size_t(), ctypes.c_size_t()
+    code = _copy_function()(
+        *(address + row * copies.strides[0] for row in range(3)),
+        count,
+        ctypes.addressof(attributes),
+        ctypes.addressof(first),
+        1,
+        ctypes.addressof(failed),
+        stream,
+    )
+    if code:
+        raise RuntimeError(f"cuMemcpyBatchAsync failed with CUDA error {code} at copy {failed.value} of {count}")

@@ -1,0 +1,221 @@
+"""The CUDA transfer: encoded pages cross the link in long runs, and a fused kernel encodes or decodes a chunk of them.
+
+A transfer is cut into chunks, some pages of some layers, that pass through staging on the device:
+
+    backup      rows --encode--> staging --move--> arena
+    restore     arena --move--> staging --decode--> rows
+
+Encoding and decoding run on the caller's stream and moves on a stream of their own, so the link works on one half of
+the staging while the GPU works on the other. A restore takes the layers in groups, the first ones first, because
+SGLang computes a layer as soon as its rows are in place.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from attrs import define
+
+from hiqcache.arena import HostArena
+from hiqcache.representation import HostRepresentation
+from hiqcache.transfer import copy_engine
+from hiqcache.transfer.base import DeviceRows, Transfer
+from hiqcache.transfer.codec import BlockCodec
+from hiqcache.transfer.kernels import LINE_BYTES
+from hiqcache.transfer.movers import CopyEngineMover, KernelMover, Mover
+
+LANE_BYTES = 64 << 20
+"""Staging of one direction, where the caller brings none."""
+CHUNK_BYTES = 16 << 20
+"""Encoded bytes that a backup moves at a time: 0.3 ms of the link, against 0.1 ms of Python to enqueue them."""
+FIRST_BYTES = 8 << 20
+"""Encoded bytes that a restore begins with, or more where few layers at a time would starve the link."""
+GROWTH = 2
+"""How many times more layers each group of a restore has than the one before it."""
+
+
+Step = Callable[[torch.Tensor, int], None]
+"""Enqueues work on some staging, on the stream with a handle."""
+
+
+def obstacle(representation: HostRepresentation) -> str | None:
+    """Why `CudaTransfer` cannot move blocks of `representation`; None if it can."""
+    for part, layout in representation.layouts.items():
+        if representation.tiles(part) is None:
+            return f"no tile functions for {part.name} blocks"
+        if layout.block_bytes % LINE_BYTES:
+            return f"{part.name} blocks of {layout.block_bytes} bytes, no multiple of {LINE_BYTES}"
+    return None
+
+
+class CudaTransfer(Transfer):
+    """Fused kernels, long copies, and both at once.
+
+    Long `page_first` pages whose slots are on the CPU go through the copy engine; everything else through a kernel that
+    reads and writes pinned memory.
+
+    Args:
+        representation: gives tile functions.
+        arena: where blocks lie; its buffer is registered with CUDA.
+        rows: the device pool.
+        staging: up to two device tensors that nobody else uses, for backups and for restores. One that is missing or
+            smaller than `LANE_BYTES` is replaced by one of that size.
+
+    Raises:
+        ValueError: `obstacle(representation)` has an answer; rows are strided or unaligned; the blocks of one page and
+            layer are larger than half the staging.
+    """
+
+    def __init__(
+        self,
+        representation: HostRepresentation,
+        arena: HostArena,
+        rows: DeviceRows,
+        staging: Sequence[torch.Tensor] = (),
+    ):
+        if reason := obstacle(representation):
+            raise ValueError(f"{representation.name}: {reason}")
+        for tensor in (*rows.k, *rows.v):
+            if not tensor.is_contiguous() or tensor.data_ptr() % 16:
+                raise ValueError(
+                    f"device rows at {tensor.data_ptr():#x} with strides {tensor.stride()}; needed: contiguous rows at "
+                    "a multiple of 16 bytes"
+                )
+        self._device = rows.device
+        self._page_size = representation.geometry.page_size
+        self._layers = representation.geometry.layers
+        self._layer_bytes = sum(layout.block_bytes for layout in representation.layouts.values())
+        self._codec = BlockCodec(representation, rows)
+        self._kernel_mover = KernelMover(arena, self._page_size, self._device)
+        self._mover: Mover = self._kernel_mover
+        if copy_engine.available() and CopyEngineMover.pays(arena.shape):
+            self._mover = CopyEngineMover(arena, self._page_size)
+
+        given = [tensor.view(torch.uint8).view(-1) for tensor in staging if tensor.nbytes >= LANE_BYTES]
+        own = [torch.empty(LANE_BYTES, dtype=torch.uint8, device=self._device) for _ in range(2 - len(given))]
+        self._own_bytes = sum(tensor.nbytes for tensor in own)
+        self._backup_lane, self._restore_lane = (_Lane(tensor) for tensor in (*given, *own)[:2])
+        if self._layer_bytes > min(self._backup_lane.capacity, self._restore_lane.capacity):
+            raise ValueError(
+                f"one layer of one page has {self._layer_bytes} encoded bytes; allowed: {LANE_BYTES // 2}, which a "
+                "smaller --page-size gives"
+            )
+        none = torch.empty(0, dtype=torch.int64, device=self._device)
+        self._restoring = self._begin_restore(none, none)
+        self._warm_up()
+
+    @property
+    def host_indices_device(self) -> torch.device:
+        return self._mover.indices_device
+
+    @property
+    def staging_bytes(self) -> int:
+        return self._own_bytes
+
+    def backup(self, host_indices: torch.Tensor, device_indices: torch.Tensor) -> None:
+        mover = self._mover_for(host_indices)
+        pages, slots = mover.locate(host_indices), device_indices.reshape(-1, self._page_size)
+        lane, current = self._backup_lane, torch.cuda.current_stream(self._device)
+        step = min(self._layers, lane.capacity // self._layer_bytes)
+        for first in range(0, self._layers, step):
+            layers = range(first, min(first + step, self._layers))
+            for span in self._spans(len(slots), layers, min(lane.capacity, CHUNK_BYTES)):
+                encode = partial(self._codec.encode, slots[span], layers)
+                move = partial(mover.move, pages[span], layers, True)
+                lane.relay(current, encode, lane.stream, move)
+        current.wait_stream(lane.stream)
+
+    def restore(self, layer: int, host_indices: torch.Tensor, device_indices: torch.Tensor) -> None:
+        lane = self._restore_lane
+        if layer == 0:
+            self._restoring = self._begin_restore(host_indices, device_indices)
+            lane.stream.wait_stream(torch.cuda.current_stream(self._device))
+        restoring = self._restoring
+        if layer != restoring.next_layer:
+            raise ValueError(f"restore of layer {layer}; allowed: {restoring.next_layer}, or 0 to begin another")
+        restoring.next_layer += 1
+        layers = restoring.groups.get(layer)
+        if layers is None:
+            return  # enqueued with the first layer of its group
+        current = torch.cuda.current_stream(self._device)
+        for span in self._spans(len(restoring.slots), layers, lane.capacity):
+            move = partial(restoring.mover.move, restoring.pages[span], layers, False)
+            decode = partial(self._codec.decode, restoring.slots[span], layers)
+            lane.relay(lane.stream, move, current, decode)
+
+    def _begin_restore(self, host_indices: torch.Tensor, device_indices: torch.Tensor) -> "_Restore":
+        mover, slots = self._mover_for(host_indices), device_indices.reshape(-1, self._page_size)
+        return _Restore(mover, mover.locate(host_indices), slots, self._groups(len(slots), mover.run_layers))
+
+    def _mover_for(self, host_indices: torch.Tensor) -> Mover:
+        return self._kernel_mover if host_indices.is_cuda else self._mover
+
+    def _groups(self, pages: int, run_layers: int) -> dict[int, range]:
+        """The layers to restore at a time, by the first of them.
+
+        The first group is small, so that SGLang can start computing; the later ones are larger, because long runs use
+        the link best.
+        """
+        size = max(run_layers, _ceil_div(FIRST_BYTES, max(1, pages) * self._layer_bytes))
+        most = self._restore_lane.capacity // self._layer_bytes
+        groups, start = {}, 0
+        while start < self._layers:
+            size = min(size, most, self._layers - start)
+            groups[start] = range(start, start + size)
+            start, size = start + size, size * GROWTH
+        return groups
+
+    def _spans(self, pages: int, layers: range, limit: int) -> Iterator[slice]:
+        """Even slices of `pages`, whose blocks in `layers` take `limit` bytes at most, or are those of one page."""
+        most = max(1, limit // (len(layers) * self._layer_bytes))
+        step = _ceil_div(pages, max(1, _ceil_div(pages, most)))
+        return (slice(start, start + step) for start in range(0, pages, max(1, step)))
+
+    def _warm_up(self) -> None:
+        """Compile and load every kernel, with nothing to do: their variants do not depend on a transfer's size."""
+        none, layers = self._restoring.slots, range(1)
+        staging = self._restore_lane.halves[0]
+        with torch.cuda.device(self._device):
+            for to_host in (True, False):
+                self._kernel_mover.move(none, layers, to_host, staging, None)
+            self._codec.encode(none, layers, staging, None)
+            self._codec.decode(none, layers, staging, None)
+
+
+@define
+class _Restore:
+    """The restore under way: where it stands between the calls for its layers."""
+
+    mover: Mover
+    pages: Any
+    slots: torch.Tensor
+    groups: dict[int, range]
+    next_layer: int = 0
+
+
+class _Lane:
+    """One direction's staging, its halves used in turn, and the stream that moves run on."""
+
+    def __init__(self, staging: torch.Tensor):
+        self.capacity = staging.numel() // 2 // LINE_BYTES * LINE_BYTES
+        self.halves = staging[: 2 * self.capacity].view(2, self.capacity)
+        self.stream = torch.cuda.Stream(staging.device)
+        self._filled = (torch.cuda.Event(), torch.cuda.Event())
+        self._emptied = (torch.cuda.Event(), torch.cuda.Event())
+        self._turn = 0
+
+    def relay(self, filler: torch.cuda.Stream, fill: Step, emptier: torch.cuda.Stream, empty: Step) -> None:
+        """Enqueue `fill` of a half on one stream, then `empty` of that half on another."""
+        self._turn ^= 1
+        half, filled, emptied = self.halves[self._turn], self._filled[self._turn], self._emptied[self._turn]
+        filler.wait_event(emptied)
+        fill(half, filler.cuda_stream)
+        filled.record(filler)
+        emptier.wait_event(filled)
+        empty(half, emptier.cuda_stream)
+        emptied.record(emptier)
+
+
+def _ceil_div(a: int, b: int) -> int:
+    return -(-a // b)

@@ -1,0 +1,138 @@
+"""The GPU kernels of `CudaTransfer`. They address rows and blocks; a representation's tile functions do the rest.
+
+Staging holds the blocks of one chunk as `[part][page][layer]`, one after the other. Importing this needs Triton.
+"""
+# Triton's own annotations do not describe code inside a kernel.
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false
+
+import triton
+import triton.language as tl
+
+WORD_BYTES = 8
+LINE_BYTES = 128
+"""What the mover kernel reads or writes at once; blocks are whole lines."""
+LINE_WORDS = tl.constexpr(LINE_BYTES // WORD_BYTES)
+
+# A transfer's size must never pick another compiled variant: all are built, and warmed, before the first request.
+_SIZES = ["pages", "layers", "first_layer"]
+_SHAPE = ["parts", "pages", "segments", "segment_lines", "part_stride", "page_stride", "segment_stride"]
+
+
+@triton.jit
+def _rows(slots, staging, pages, layers, PAGE_SIZE: tl.constexpr, BLOCK_BYTES: tl.constexpr, HEADS: tl.constexpr,
+          ROWS: tl.constexpr):  # fmt: skip
+    """What one program works on: `ROWS` neighbouring (token, head) pairs of one layer of one part.
+
+    Returns:
+        `[ROWS]` each: the device row (slot x heads + head), the block's address, the token's place in its page, the
+        head, and whether the pair exists.
+    """
+    pair = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    live = pair < pages * (PAGE_SIZE * HEADS)
+    token = pair // HEADS
+    head = pair % HEADS
+    slot = tl.load(slots + token, mask=live, other=0)
+    page = (tl.program_id(2) * pages + token // PAGE_SIZE).to(tl.int64)
+    block = staging + (page * layers + tl.program_id(1)) * BLOCK_BYTES
+    return slot * HEADS + head, block, token % PAGE_SIZE, head, live
+
+
+@triton.jit
+def _values(table, first_layer, row, live, table_layers, DIM: tl.constexpr, DIM_TILE: tl.constexpr):
+    """Addresses `[ROWS, DIM_TILE]` of device values, and their mask."""
+    address = tl.load(table + tl.program_id(2) * table_layers + first_layer + tl.program_id(1))
+    base = tl.multiple_of(address.to(tl.pointer_type(tl.bfloat16)), 16)
+    column = tl.arange(0, DIM_TILE)
+    return base + row[:, None] * DIM + column[None, :], live[:, None] & (column < DIM)[None, :]
+
+
+@triton.jit
+def _section(block, token, head, live, SECTION: tl.constexpr):
+    """Addresses and mask of a section's tile: `[ROWS]` if it holds one element for each head, else `[ROWS, n]`."""
+    DTYPE: tl.constexpr = SECTION[0]
+    WIDTH: tl.constexpr = SECTION[4]
+    start = block + (SECTION[1] + token * SECTION[2] + head * SECTION[3])
+    if WIDTH == 0:
+        return start.to(tl.pointer_type(DTYPE)), live
+    else:  # noqa: RET505 (a branch at compile time)
+        column = tl.arange(0, SECTION[5])
+        address = start.to(tl.pointer_type(DTYPE))[:, None] + column[None, :]
+        return address, live[:, None] & (column < WIDTH)[None, :]
+
+
+@triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=["slots"])
+def encode_blocks(
+    table, slots, staging, pages, layers, first_layer, table_layers,
+    ENCODE: tl.constexpr, SECTIONS: tl.constexpr, PADDING: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, BLOCK_BYTES: tl.constexpr, HEADS: tl.constexpr,
+    DIM: tl.constexpr, DIM_TILE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Device rows to blocks in staging; grid `(cdiv(pages * PAGE_SIZE * HEADS, ROWS), layers, parts)`.
+
+    Args:
+        table: `[parts, table_layers]` int64 addresses of the device rows.
+        slots: `[pages * PAGE_SIZE]` int64.
+        staging: uint8.
+        ENCODE: `[ROWS, DIM_TILE]` values -> a tile for each of SECTIONS.
+        SECTIONS: for each, (dtype, offset, bytes between tokens, between heads, width or 0, tile width).
+        PADDING: sections to zero, described likewise; they belong to a token's first head.
+    """
+    row, block, token, head, live = _rows(slots, staging, pages, layers, PAGE_SIZE, BLOCK_BYTES, HEADS, ROWS)
+    address, mask = _values(table, first_layer, row, live, table_layers, DIM, DIM_TILE)
+    tiles = ENCODE(tl.load(address, mask=mask, other=0.0))
+    for i in tl.static_range(len(SECTIONS)):
+        address, mask = _section(block, token, head, live, tl.constexpr(SECTIONS[i]))
+        tl.store(address, tiles[i], mask=mask)
+    for i in tl.static_range(len(PADDING)):
+        address, mask = _section(block, token, head, live & (head == 0), tl.constexpr(PADDING[i]))
+        tl.store(address, 0, mask=mask)
+
+
+@triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=["slots"])
+def decode_blocks(
+    table, slots, staging, pages, layers, first_layer, table_layers,
+    DECODE: tl.constexpr, SECTIONS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, BLOCK_BYTES: tl.constexpr, HEADS: tl.constexpr,
+    DIM: tl.constexpr, DIM_TILE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Blocks in staging to device rows: `encode_blocks` backwards, with the same arguments."""
+    row, block, token, head, live = _rows(slots, staging, pages, layers, PAGE_SIZE, BLOCK_BYTES, HEADS, ROWS)
+    tiles = ()
+    for i in tl.static_range(len(SECTIONS)):
+        address, mask = _section(block, token, head, live, tl.constexpr(SECTIONS[i]))
+        tiles = tiles + (tl.load(address, mask=mask, other=0),)  # noqa: RUF005 (Triton knows no other way)
+    values = DECODE(*tiles)
+    address, mask = _values(table, first_layer, row, live, table_layers, DIM, DIM_TILE)
+    tl.store(address, values, mask=mask)
+
+
+@triton.jit(do_not_specialize=_SHAPE, do_not_specialize_on_alignment=["host_indices"])
+def move_blocks(
+    host, staging, host_indices, parts, pages, segments, segment_lines, part_stride, page_stride, segment_stride,
+    TO_HOST: tl.constexpr, PAGE_SIZE: tl.constexpr, LINES: tl.constexpr,
+):  # fmt: skip
+    """Blocks between pinned host memory and staging, unchanged; any grid `(programs,)`.
+
+    A page of one part is `segments` runs of `segment_lines` lines; all strides are in lines.
+
+    Args:
+        host: int64 words of pinned memory, from the first segment of page 0 of the first part.
+        staging: int64 words; `[parts][pages][segments][segment_lines]` lines.
+        host_indices: `[pages * PAGE_SIZE]` int64 slots.
+    """
+    total = parts * pages * segments * segment_lines
+    for first in range(tl.program_id(0) * LINES, total, tl.num_programs(0) * LINES):
+        line = first + tl.arange(0, LINES)
+        live = line < total
+        segment = line // segment_lines
+        page = segment // segments
+        number = tl.load(host_indices + (page % pages) * PAGE_SIZE, mask=live, other=0) // PAGE_SIZE
+        place = number * page_stride + (page // pages).to(tl.int64) * part_stride
+        place += (segment % segments).to(tl.int64) * segment_stride + line % segment_lines
+        word = tl.arange(0, LINE_WORDS)[None, :]
+        far = host + place[:, None] * LINE_WORDS + word
+        near = staging + line[:, None] * LINE_WORDS + word
+        if TO_HOST:
+            tl.store(far, tl.load(near, mask=live[:, None]), mask=live[:, None])
+        else:
+            tl.store(near, tl.load(far, mask=live[:, None]), mask=live[:, None])

@@ -1,0 +1,89 @@
+"""A SGLang plugin for tests: watches a real server's host pool and checks every byte that moves.
+
+At each backup it encodes the device rows with the representation's plain-PyTorch code on the CPU and compares the
+arena with that; at each restore it compares the device rows with what that code decodes from the rows that were
+backed up into the same slots. Lines of JSON with the counts go to the file named by HIQCACHE_PROBE.
+
+HIQCACHE_SABOTAGE=1 makes SGLang build its own BF16 pool instead, whatever the hiqcache plugin says.
+"""
+
+import json
+import os
+
+import torch
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+from hiqcache.geometry import Part
+
+_POOL = "hiqcache.sglang.pool.RepresentationHostPool."
+
+
+def register() -> None:
+    if os.environ.get("HIQCACHE_SABOTAGE") == "1":
+        HookRegistry.register(
+            "sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler._mha_host_inputs", _stock_pool, HookType.AROUND
+        )
+    if os.environ.get("HIQCACHE_PROBE"):
+        HookRegistry.register(_POOL + "backup_from_device_all_layer", _backup, HookType.AROUND)
+        HookRegistry.register(_POOL + "load_to_device_per_layer", _restore, HookType.AROUND)
+
+
+def _stock_pool(original, *args, **kwargs):
+    from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
+
+    _, info, options = original(*args, **kwargs)
+    return MHATokenToKVPoolHost, info, options
+
+
+def _write(**event) -> None:
+    with open(os.environ["HIQCACHE_PROBE"], "a") as file:
+        file.write(json.dumps(event) + "\n")
+
+
+def _rows(pool, part):
+    return pool.device_k_buffers if part is Part.K else pool.device_v_buffers
+
+
+def _wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _backup(original, pool, device_pool, host_indices, device_indices, io_backend):
+    representation, geometry = pool.representation, pool.representation.geometry
+    if not hasattr(pool, "probe_shadow"):
+        # What a restore of each slot must give: [layers, slots, heads, dim] for each part.
+        pool.probe_shadow = {
+            part: torch.empty(geometry.layers, pool.size, geometry.heads, geometry.dim(part), dtype=geometry.dtype)
+            for part in Part
+        }
+    _wait()
+    host = host_indices.cpu()
+    pages = host[:: pool.page_size] // pool.page_size
+    encoded = {}
+    for part in Part:
+        for layer, rows in enumerate(_rows(pool, part)):
+            values = rows[device_indices].cpu().view(-1, pool.page_size, geometry.heads, geometry.dim(part))
+            blocks = torch.empty(len(pages), representation.layouts[part].block_bytes, dtype=torch.uint8)
+            representation.encode(values, part, blocks)
+            decoded = torch.empty_like(values)
+            representation.decode(blocks, part, decoded)
+            pool.probe_shadow[part][layer][host] = decoded.flatten(0, 1)
+            encoded[part, layer] = blocks
+    original(pool, device_pool, host_indices, device_indices, io_backend)
+    _wait()
+    wrong = sum(
+        int((pool.arena.blocks(part)[layer][pages] != blocks).sum()) for (part, layer), blocks in encoded.items()
+    )
+    _write(event="backup", tokens=len(host), wrong_bytes=wrong, slots=[int(host.min()), int(host.max())])
+
+
+def _restore(original, pool, device_pool, host_indices, device_indices, layer_id, io_backend, **options):
+    original(pool, device_pool, host_indices, device_indices, layer_id, io_backend, **options)
+    _wait()
+    host = host_indices.cpu()
+    wrong = 0
+    for part in Part:
+        rows = _rows(pool, part)[layer_id][device_indices].cpu()
+        wrong += int((rows.view(torch.int16) != pool.probe_shadow[part][layer_id][host].view(torch.int16)).sum())
+    _write(event="restore", layer=layer_id, tokens=len(host), wrong_values=wrong)

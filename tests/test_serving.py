@@ -1,0 +1,240 @@
+"""Real SGLang, a real model, the real radix tree: encoded pools seen serving, every byte that moves checked.
+
+Each server below takes a different value of every axis, so that each value is seen at least once: Engine and HTTP;
+page sizes 1 and 16; both host layouts; the three write policies; bf16, int8 and a third party's representation.
+"""
+
+import pathlib
+import pydoc_data.topics
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from serving import (
+    PROBE,
+    Output,
+    Server,
+    device_settings,
+    engine,
+    environment,
+    events,
+    free_port,
+    http,
+    pip_install,
+)
+from third_party import install_third_party
+
+from hiqcache import sample_model
+
+pytestmark = pytest.mark.slow
+
+L1_TOKENS = 640
+L2_RATIO = 2
+PROMPT_TOKENS = 139
+HALF = 80
+
+
+@pytest.fixture(scope="module")
+def model() -> pathlib.Path:
+    return sample_model.fetch()
+
+
+@pytest.fixture(scope="module")
+def prompts(model: pathlib.Path) -> list[list[int]]:
+    """Distinct pieces of prose, PROMPT_TOKENS tokens each, with no common prefix."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    text = " ".join(pydoc_data.topics.topics[name] for name in ("assignment", "class", "with", "execmodel", "objects"))
+    tokens = tokenizer(text)["input_ids"]
+    pieces = [tokens[start : start + PROMPT_TOKENS] for start in range(0, 20 * PROMPT_TOKENS, PROMPT_TOKENS)]
+    first: dict[int, list[int]] = {}
+    for piece in pieces:
+        first.setdefault(piece[0], piece)
+    return list(first.values())
+
+
+@pytest.fixture(scope="module")
+def probe_path(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    return pip_install(PROBE, tmp_path_factory.mktemp("probe"))
+
+
+def settings(model: pathlib.Path, **more: Any) -> dict[str, Any]:
+    return {
+        "model_path": str(model),
+        "enable_hierarchical_cache": True,
+        "hicache_ratio": L2_RATIO,
+        "max_total_tokens": L1_TOKENS,
+        "context_length": 512,
+        "skip_server_warmup": True,
+    } | more
+
+
+def arguments(settings: dict[str, Any]) -> list[str]:
+    words = []
+    for name, value in settings.items():
+        words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+    return words
+
+
+def one(server: Server, prompt: list[int]) -> Output:
+    (answer,) = server.generate([prompt])
+    return answer
+
+
+def check(server: Server, prompts: list[list[int]], page_size: int, *, insertions: int, lossless: bool) -> None:
+    """The life of an L2: filled, restored from, half used, used by several at once, overflowing, flushed, used again.
+
+    `insertions` is how often a prompt must be seen in L1 before the write policy backs it up.
+    """
+    whole = (PROMPT_TOKENS - 1) // page_size * page_size  # the last token is always computed
+    first, rest = prompts[:5], prompts[5:15]
+    assert len(rest) == 10
+    cold = {}
+    for number, prompt in enumerate(first):
+        answers = [one(server, prompt) for _ in range(insertions)]
+        cold[number] = answers[0]
+        assert answers[0].from_device == answers[0].from_host == 0
+
+    for number in (0, 1):  # longest unused: gone from L1, whole in L2
+        restored = one(server, first[number])
+        assert (restored.from_device, restored.from_host) == (0, whole)
+        if lossless:
+            assert restored.tokens == cold[number].tokens
+
+    head = HALF // page_size * page_size
+    assert one(server, [*first[2][:HALF], first[3][0]]).from_host == head
+    halves = one(server, first[2])
+    assert (halves.from_device, halves.from_host) == (head, whole - head)
+    if lossless:
+        assert halves.tokens == cold[2].tokens
+
+    together = server.generate([first[3], first[4], first[0]])
+    assert sum(answer.from_host for answer in together) >= whole
+    assert all(len(answer.tokens) == 8 for answer in together)
+
+    for prompt in rest:
+        for _ in range(insertions):
+            one(server, prompt)
+    forgotten = one(server, first[1])
+    assert forgotten.from_host == 0, "L2 was to overflow"
+
+    server.flush()
+    assert one(server, rest[-1]).from_host == 0
+    for prompt in [rest[-1], *first[:4]]:
+        for _ in range(insertions):
+            one(server, prompt)
+    after = one(server, rest[-1])
+    assert (after.from_device, after.from_host) == (0, whole)
+
+
+def check_bytes(path: pathlib.Path, layers: int = 30) -> None:
+    """Everything that the probe saw move was right, and enough moved to mean something."""
+    seen = events(path)
+    backups = [event for event in seen if event["event"] == "backup"]
+    restores = [event for event in seen if event["event"] == "restore"]
+    assert not any(event["wrong_bytes"] for event in backups)
+    assert not any(event["wrong_values"] for event in restores)
+    assert {event["layer"] for event in restores} == set(range(layers))
+    assert sum(event["tokens"] for event in restores) >= 5 * 100 * layers
+    assert sum(event["tokens"] for event in backups) > L1_TOKENS * L2_RATIO + 100, "slots of L2 were to be used again"
+
+
+@pytest.fixture
+def probing(probe_path: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
+    """Processes started meanwhile carry the probe; its file."""
+    file = tmp_path / "probe.jsonl"
+    monkeypatch.setenv("HIQCACHE_PROBE", str(file))
+    monkeypatch.setenv("PYTHONPATH", f"{environment()['PYTHONPATH']}:{probe_path}")
+    return file
+
+
+def test_engine_int8_then_stock(model: pathlib.Path, prompts: list[list[int]], probing: pathlib.Path):
+    options = settings(model, page_size=1, hicache_mem_layout="page_first", hicache_write_policy="write_through")
+    with engine(**options, hicache_representation="int8") as server:
+        (report,) = server.info()["hiqcache"]
+        # 3 heads x 64 INT8 + 3 scales, padded to 256 bytes; 30 layers, K and V.
+        assert report["representation"] == "int8"
+        assert report["bytes_per_token"] == 256 * 2 * 30
+        assert report["tokens"] == L1_TOKENS * L2_RATIO + 1
+        check(server, prompts, 1, insertions=1, lossless=False)
+    check_bytes(probing)
+
+    # A later Engine of the same process that asks for nothing gets SGLang's own pool.
+    probing.unlink()
+    with engine(**options) as server:
+        assert "hiqcache" not in server.info()
+        check(server, prompts, 1, insertions=1, lossless=True)
+    assert not probing.exists()
+
+
+def test_engine_bf16(model: pathlib.Path, prompts: list[list[int]], probing: pathlib.Path):
+    options = settings(model, page_size=16, hicache_mem_layout="layer_first", hicache_write_policy="write_back")
+    with engine(**options, hicache_representation="bf16") as server:
+        (report,) = server.info()["hiqcache"]
+        assert report["bytes_per_token"] == 3 * 64 * 2 * 2 * 30
+        check(server, prompts, 16, insertions=1, lossless=True)
+    check_bytes(probing)
+
+
+def test_http_int8(model: pathlib.Path, prompts: list[list[int]], probing: pathlib.Path, tmp_path: pathlib.Path):
+    """`sglang serve`, asked through a YAML file."""
+    port = free_port()
+    options = settings(
+        model, page_size=16, hicache_mem_layout="page_first", hicache_write_policy="write_through_selective"
+    )
+    config = tmp_path / "config.yaml"
+    config.write_text("hicache-representation: int8\n")
+    command = [str(pathlib.Path(sys.executable).parent / "sglang"), "serve", "--config", str(config)]
+    words = arguments(device_settings() | options | {"port": port})
+    log = tmp_path / "log"
+    with http([*command, *words], log, port, environment()) as server:
+        check(server, prompts, 16, insertions=2, lossless=False)
+        (report,) = server.info()["hiqcache"]
+        assert (report["representation"], report["layout"]) == ("int8", "page_first")
+        attached = server.put("/hicache/storage-backend", {"hicache_storage_backend": "file"})
+        assert "hiqcache: L2 holds 'int8' pages" in attached
+        one(server, prompts[0])
+    assert log.read_text().count("hiqcache: L2 holds KV as int8: 15,360 bytes per token") == 1
+    check_bytes(probing)
+
+
+def test_http_third_party(
+    model: pathlib.Path,
+    prompts: list[list[int]],
+    probing: pathlib.Path,
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """The documentation's own example, installed as a stranger's package, through `python -m sglang.launch_server`."""
+    installed, name = install_third_party(tmp_path / "site")
+    monkeypatch.setenv("PYTHONPATH", f"{environment()['PYTHONPATH']}:{installed}")
+    port = free_port()
+    options = settings(model, page_size=1, hicache_mem_layout="layer_first", hicache_write_policy="write_back")
+    words = arguments(device_settings() | options | {"port": port, "hicache_representation": name})
+    log = tmp_path / "log"
+    with http([sys.executable, "-m", "sglang.launch_server", *words], log, port, environment()) as server:
+        assert server.info()["hiqcache"][0]["representation"] == name
+        check(server, prompts, 1, insertions=1, lossless=False)
+    check_bytes(probing)
+
+
+def test_a_foreign_pool_stops_the_server(
+    model: pathlib.Path, probe_path: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Whatever puts another host pool in force, the server that asked for int8 does not come up."""
+    monkeypatch.setenv("PYTHONPATH", f"{environment()['PYTHONPATH']}:{probe_path}")
+    options = device_settings() | settings(model) | {"port": free_port(), "hicache_representation": "int8"}
+    finished = subprocess.run(
+        [sys.executable, "-m", "sglang.launch_server", *arguments(options)],
+        env=environment(HIQCACHE_SABOTAGE=1),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    output = finished.stdout + finished.stderr
+    assert finished.returncode == 1
+    assert "saw host pool MHATokenToKVPoolHost over device pool MHATokenToKVPool" in output
+    assert "Traceback" not in output
+    assert "ready to roll" not in output

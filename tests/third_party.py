@@ -1,0 +1,53 @@
+"""The third-party representation of `docs/writing-a-representation.md`, installed as a stranger would install it."""
+
+import pathlib
+import re
+import subprocess
+import sys
+import tomllib
+from typing import NamedTuple
+
+PAGE = pathlib.Path(__file__).parents[1] / "docs" / "writing-a-representation.md"
+MODULE = "hiqcache_fp8_pow2.py"
+PROJECT = "pyproject.toml"
+CHECK = "test_promises.py"
+
+_NAMED_BLOCK = re.compile(r"^`([\w.-]+)`\n\n```\w+\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+class Installed(NamedTuple):
+    """An installed third-party package.
+
+    Attributes:
+        site: folder to put on PYTHONPATH.
+        name: what `--hicache-representation` takes.
+    """
+
+    site: pathlib.Path
+    name: str
+
+
+def files() -> dict[str, str]:
+    """The page's files: the code blocks with a file name on the line above."""
+    return dict(_NAMED_BLOCK.findall(PAGE.read_text(encoding="utf-8")))
+
+
+def install_third_party(directory: pathlib.Path) -> Installed:
+    """Write the page's package to a folder and install it with pip.
+
+    Args:
+        directory: where to install to; made if it is not there.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    source = directory.parent / f"{directory.name}-source"
+    source.mkdir()
+    code = files()
+    for name in (PROJECT, MODULE):
+        (source / name).write_text(code[name], encoding="utf-8")
+    # Nothing is fetched: the package's one dependency is hiqcache itself, and the build tool is installed.
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-index"]
+    command += ["--no-deps", "--no-build-isolation", "--target", str(directory), str(source)]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    (name,) = tomllib.loads(code[PROJECT])["project"]["entry-points"]["hiqcache.representations"]
+    return Installed(directory, name)

@@ -1,0 +1,285 @@
+"""What an encoded L2 does to a served request: time to first token after a restore, and to requests beside it.
+
+    python tools/serving_latency.py --out docs/results/serving-latency.json --plot docs/results/serving-latency.svg
+
+Three SGLang servers share one GPU and are driven one at a time, in turn: SGLang's own BF16 HiCache without the plugin,
+`bf16`, and `int8`. Random weights in Qwen3-8B's shape, page size 64, `page_first`, write-through.
+
+* Time to first token: prompts of 1k, 4k and 12k tokens, more of them than L1 holds, asked for in turn, so that each
+  comes back from L2 (the answer says so, or the sample is refused) and is computed but for its last tokens.
+* Inter-token latency: a batch of decoding requests, while prompts of 4k tokens arrive at a fixed rate whatever the
+  server does (open loop): each restores its prefix from L2, computes a new question and is backed up.
+"""
+
+import asyncio
+import contextlib
+import importlib.metadata
+import json
+import os
+import pathlib
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import aiohttp
+import click
+import numpy as np
+import torch
+from attrs import define, frozen
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+ROOT = pathlib.Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "tests"))
+
+from serving import environment, free_port, http, sampling  # noqa: E402
+
+QWEN3_8B = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "num_hidden_layers": 36,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000,
+    "torch_dtype": "bfloat16",
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+}
+PAGE_SIZE = 64
+L1_TOKENS = 49152
+CONFIGURATIONS: dict[str, list[str]] = {
+    "stock": [],
+    "bf16": ["--hicache-representation", "bf16"],
+    "int8": ["--hicache-representation", "int8"],
+}
+PROMPTS = {1024: 60, 4096: 14, 12288: 5}
+"""Tokens of a prompt -> prompts in the cycle, a little more than L1 holds."""
+DECODING, DECODE_TOKENS = 16, 1200
+RATE, SECONDS = 6.0, 8.0
+"""Arrivals per second during the inter-token measurement, and its length."""
+
+
+@define
+class Server:
+    """A running server and what was measured on it.
+
+    Attributes:
+        url: where it listens.
+        memory: bytes of GPU memory taken while it started.
+        ttft: tokens of a prompt -> seconds to the first token, each prompt restored from L2.
+        gaps: seconds between tokens of the decoding batch, one list for each repeat.
+    """
+
+    url: str
+    memory: int
+    ttft: dict[int, list[float]]
+    gaps: list[list[float]]
+
+
+@frozen
+class First:
+    """A request's first token."""
+
+    seconds: float
+    from_device: int
+    from_host: int
+
+
+def prompt(seed: int, tokens: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(1000, 150000) for _ in range(tokens)]
+
+
+async def ask(session: aiohttp.ClientSession, url: str, tokens: list[int]) -> First:
+    """Ask for one token."""
+    start = time.perf_counter()
+    async with session.post(f"{url}/generate", json={"input_ids": tokens, "sampling_params": sampling(1)}) as answer:
+        meta = (await answer.json())["meta_info"]
+    details = meta.get("cached_tokens_details") or {"device": 0, "host": 0}
+    return First(time.perf_counter() - start, details["device"], details["host"])
+
+
+async def decode(session: aiohttp.ClientSession, url: str, tokens: list[int], gaps: list[float]) -> None:
+    """Stream an answer, noting the time between its tokens."""
+    body = {"input_ids": tokens, "sampling_params": sampling(DECODE_TOKENS), "stream": True}
+    last = None
+    async with session.post(f"{url}/generate", json=body) as answer:
+        async for line in answer.content:
+            if line.startswith(b"data: {"):
+                now = time.perf_counter()
+                if last is not None:
+                    gaps.append(now - last)
+                last = now
+
+
+async def measure_ttft(server: Server, tokens: int, keep: bool) -> None:
+    """One cycle over the prompts of a length."""
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(300)) as session:
+        for seed in range(PROMPTS[tokens]):
+            first = await ask(session, server.url, prompt(seed + tokens, tokens))
+            if keep:
+                if first.from_host < tokens - 2 * PAGE_SIZE:
+                    raise click.ClickException(f"{tokens} tokens: {first.from_host} came from L2; nothing measured")
+                server.ttft[tokens].append(first.seconds)
+
+
+async def measure_gaps(server: Server, round_: int) -> None:
+    """A decoding batch under open-loop arrivals; the gaps between its tokens while they arrive."""
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(300)) as session:
+        gaps: list[float] = []
+        running = [
+            asyncio.create_task(decode(session, server.url, prompt(10**6 + 100 * round_ + i, 64), gaps))
+            for i in range(DECODING)
+        ]
+        await asyncio.sleep(2)
+        gaps.clear()
+        arrivals, start = [], time.perf_counter()
+        for number in range(int(RATE * SECONDS)):
+            await asyncio.sleep(max(0.0, start + number / RATE - time.perf_counter()))
+            question = prompt(10**7 + 1000 * round_ + number, 128)
+            prefix = prompt(4096 + number % PROMPTS[4096], 4096)
+            arrivals.append(asyncio.create_task(ask(session, server.url, [*prefix, *question])))
+        restored = [first.from_host for first in await asyncio.gather(*arrivals)]
+        server.gaps.append(list(gaps))
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        if statistics.median(restored) < 2048:
+            raise click.ClickException(f"arrivals were not restored from L2: {restored}; nothing measured")
+    await asyncio.sleep(1)
+
+
+def start(name: str, model: pathlib.Path, scratch: pathlib.Path, stack: contextlib.ExitStack) -> Server:
+    """A server of one configuration, up."""
+    port = free_port()
+    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--port", str(port)]
+    command += ["--skip-tokenizer-init", "--load-format", "dummy", "--attention-backend", "triton"]
+    command += ["--sampling-backend", "pytorch", "--mem-fraction-static", "0.25", "--max-total-tokens", str(L1_TOKENS)]
+    command += ["--page-size", str(PAGE_SIZE), "--cuda-graph-backend-prefill", "disabled", "--context-length", "16384"]
+    command += ["--cuda-graph-max-bs", "32", "--enable-hierarchical-cache", "--hicache-size", "24"]
+    variables = environment() | ({"SGLANG_PLUGINS": "none"} if name == "stock" else {})
+    server = stack.enter_context(http([*command, *CONFIGURATIONS[name]], scratch / f"{name}.log", port, variables))
+    return Server(server.url, gpu_memory(server.process_group), {tokens: [] for tokens in PROMPTS}, [])
+
+
+def gpu_memory(process_group: int) -> int:
+    """Bytes of GPU memory that the processes of a group hold, as the driver counts them."""
+    query = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
+    total = 0
+    for line in subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines():
+        pid, mebibytes = line.split(",")
+        if os.getpgid(int(pid)) == process_group:
+            total += int(mebibytes) << 20
+    return total
+
+
+def interval(values: list[float], of: Any) -> list[float]:
+    """95% bootstrap interval of a statistic of `values`."""
+    rng = np.random.default_rng(0)
+    data = np.asarray(values)
+    estimates = [of(rng.choice(data, len(data))) for _ in range(500)]
+    return [float(edge) for edge in np.percentile(estimates, [2.5, 97.5])]
+
+
+def summary(server: Server) -> dict[str, Any]:
+    """Medians and intervals in milliseconds."""
+    out: dict[str, Any] = {"gpu_bytes": server.memory, "ttft_ms": {}, "inter_token_ms": {}}
+    for tokens, seconds in server.ttft.items():
+        ms = [1e3 * value for value in seconds]
+        out["ttft_ms"][str(tokens)] = {
+            "median": statistics.median(ms),
+            "interval": interval(ms, np.median),
+            "samples": len(ms),
+        }
+    for percentile in (50, 99):
+        each = [1e3 * float(np.percentile(gaps, percentile)) for gaps in server.gaps]
+        out["inter_token_ms"][f"p{percentile}"] = {"median": statistics.median(each), "repeats": each}
+    return out
+
+
+def plot(result: dict[str, Any], path: pathlib.Path) -> None:
+    """Time to first token by prompt length, and inter-token percentiles, side by side."""
+    import matplotlib.pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
+    servers = result["servers"]
+    for index, (name, data) in enumerate(servers.items()):
+        medians = [data["ttft_ms"][str(tokens)]["median"] for tokens in PROMPTS]
+        left.bar(np.arange(len(PROMPTS)) + 0.27 * (index - 1), medians, 0.25, label=name)
+        values = [data["inter_token_ms"][p]["median"] for p in ("p50", "p99")]
+        spread = [np.ptp(data["inter_token_ms"][p]["repeats"]) / 2 for p in ("p50", "p99")]
+        right.bar(np.arange(2) + 0.27 * (index - 1), values, 0.25, yerr=spread, capsize=3, label=name)
+    left.set_xticks(range(len(PROMPTS)), [f"{tokens:,}" for tokens in PROMPTS])
+    left.set(xlabel="prompt tokens, restored from L2", ylabel="time to first token, ms")
+    right.set_xticks(range(2), ["p50", "p99"])
+    right.set(ylabel="inter-token latency, ms", title=f"{DECODING} decoding, {RATE:g} restores/s")
+    left.legend()
+    figure.savefig(path)
+
+
+@click.command(help=__doc__)
+@click.option("--out", required=True, type=click.Path(path_type=pathlib.Path), help="JSON file to write.")
+@click.option("--plot", "picture", type=click.Path(path_type=pathlib.Path), help="SVG or PNG file to write.")
+@click.option("--repeats", default=3, show_default=True, help="Rounds of every measurement.")
+def main(out: pathlib.Path, picture: pathlib.Path | None, repeats: int) -> None:
+    console = Console(stderr=True)
+    with contextlib.ExitStack() as stack:
+        scratch = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        model = scratch / "model"
+        model.mkdir()
+        (model / "config.json").write_text(json.dumps(QWEN3_8B))
+        with console.status("starting servers"), ThreadPoolExecutor() as pool:
+            started = pool.map(lambda name: start(name, model, scratch, stack), CONFIGURATIONS)
+            servers = dict(zip(CONFIGURATIONS, started, strict=True))
+        order = list(servers.values())
+        for round_ in track(range(repeats + 1), "measuring", console=console):  # the first round warms up
+            for tokens in PROMPTS:
+                for server in order:
+                    asyncio.run(measure_ttft(server, tokens, keep=False))
+                    asyncio.run(measure_ttft(server, tokens, keep=round_ > 0))
+            for server in order:
+                asyncio.run(measure_gaps(server, round_))
+                if round_ == 0:
+                    server.gaps.clear()
+            order.append(order.pop(0))
+        result = {
+            "what": "time to first token after a restore from L2, and inter-token latency beside restores",
+            "command": f"python tools/serving_latency.py --repeats {repeats}",
+            "hardware": torch.cuda.get_device_name(),
+            "versions": {name: importlib.metadata.version(name) for name in ("hiqcache", "sglang", "torch", "triton")},
+            "servers": {name: summary(server) for name, server in servers.items()},
+        }
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(result, indent=1) + "\n")
+    if picture:
+        plot(result, picture)
+
+    table = Table("", *servers)
+    stock = result["servers"]["stock"]
+    for tokens in map(str, PROMPTS):
+        row = [data["ttft_ms"][tokens]["median"] for data in result["servers"].values()]
+        table.add_row(
+            f"TTFT {tokens}", *(f"{ms:.1f} ms ({ms / stock['ttft_ms'][tokens]['median']:.2f}x)" for ms in row)
+        )
+    for p in ("p50", "p99"):
+        row = [data["inter_token_ms"][p]["median"] for data in result["servers"].values()]
+        base = stock["inter_token_ms"][p]["median"]
+        table.add_row(f"inter-token {p}", *(f"{ms:.2f} ms ({ms / base:.2f}x)" for ms in row))
+    table.add_row("GPU memory", *(f"{data['gpu_bytes'] / 1e9:.2f} GB" for data in result["servers"].values()))
+    Console(width=120).print(table)
+
+
+if __name__ == "__main__":
+    main()
