@@ -82,7 +82,7 @@ class Int8(HostRepresentation):
         return Tiles(int8_tiles.encode, int8_tiles.decode, ("payload", "scales"))
 
     def error_bound(self, values: torch.Tensor, decoded: torch.Tensor) -> torch.Tensor:
-        """`(0.5 + 2**-8) * s + 2**-8 * |x^|`: half a step, the stored scale's rounding, the output's rounding."""
+        """`(0.5 + 2**-8) * s + 2**-8 * |x^|`: half a step, slack for the float32 quotient, the output's rounding."""
         absmax = values.double().abs().amax(dim=-1, keepdim=True)
         scales = (absmax.float().clamp(min=SMALLEST_ABSMAX) / 127).bfloat16().double()
         return (0.5 + 2**-8) * scales + 2**-8 * decoded.double().abs()

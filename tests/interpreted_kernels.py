@@ -47,8 +47,13 @@ def check(name: str, arrangement: str, shape: tuple[int, int], page_size: int) -
 
 def main() -> None:
     assert os.environ.get("TRITON_INTERPRET") == "1", "set TRITON_INTERPRET=1"
-    cases = [*itertools.product(["int8"], LAYOUTS, transfers.SHAPES, [4]), ("bf16", "page_first", (3, 64), 4)]
-    cases += itertools.product(["int8"], LAYOUTS, [(8, 128)], [1])
+    cases = [
+        *itertools.product(["int8"], LAYOUTS, [(8, 128), (3, 64)], [4]),
+        ("int8", "page_first", (4, 128), 4),
+        ("int8", "layer_first", (2, 128), 4),
+        ("int8", "page_first", (8, 128), 1),
+        ("bf16", "page_first", (3, 64), 4),
+    ]
     for case in cases:
         try:
             check(*case)

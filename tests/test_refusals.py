@@ -11,13 +11,14 @@ import subprocess
 import sys
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from serving import device_settings, environment
 
 from hiqcache import registry
-from hiqcache.geometry import UnsupportedGeometry
+from hiqcache.geometry import HiqcacheError, UnsupportedGeometry
 from hiqcache.representation import HostRepresentation
 
 sglang = pytest.importorskip("sglang", reason="needs the sglang extra")
@@ -37,6 +38,7 @@ from sglang.srt.runtime_context import get_parallel  # noqa: E402
 from sglang.srt.server_args import ServerArgs, prepare_server_args  # noqa: E402
 
 from hiqcache.sglang import choice, plugin, proof, rules  # noqa: E402
+from hiqcache.sglang import pool as pool_module  # noqa: E402
 from hiqcache.sglang.choice import ALIAS, ALLOW_UNTESTED, Choice, Refused, chosen  # noqa: E402
 from hiqcache.sglang.pool import RepresentationHostPool  # noqa: E402
 
@@ -99,7 +101,9 @@ REFUSED_SETTINGS = [
     ({"disaggregation_mode": "prefill"}, "saw 'prefill'; allowed: null; changed by --disaggregation-mode"),
     ({"radix_cache_backend": "other"}, "saw 'other'; allowed: unset; changed by --radix-cache-backend"),
     ({"enable_flexkv": True}, "FlexKV replaces HiCache.*changed by --enable-flexkv"),
-    ({"use_ray": True}, "changed by --use-ray"),
+    ({"use_ray": True}, "--use-ray starts schedulers that hiqcache's launcher cannot verify"),
+    ({"smg_grpc_mode": True}, "--smg-grpc-mode starts schedulers"),
+    ({"encoder_only": True}, "--encoder-only starts schedulers"),
 ]
 
 
@@ -184,15 +188,17 @@ def test_yaml_config(config: pathlib.Path, tmp_path: pathlib.Path):
 
 
 @pytest.mark.parametrize("key", ["hicache-representation", "hicache_representation"])
-def test_yaml_config_in_the_form_that_sglang_ignores(config: pathlib.Path, tmp_path: pathlib.Path, key: str):
+@pytest.mark.parametrize("form", ["--config={}", "--conf={}", "--conf {}"])
+def test_yaml_config_in_a_form_that_sglang_ignores(config: pathlib.Path, tmp_path: pathlib.Path, key: str, form: str):
     file = tmp_path / "serve.yaml"
     file.write_text(f"enable-hierarchical-cache: true\n{key}: int8\n")
-    with pytest.raises(SystemExit, match=r"ignores '--config=.*Write it as two words: --config FILE"):
-        parse(config, f"--config={file}")
+    words = form.format(file).split()
+    with pytest.raises(SystemExit, match=r"ignores '--con.*Write it as two words: --config FILE"):
+        parse(config, *words)
     file.write_text("log-level: info\n")
-    assert chosen(parse(config, f"--config={file}")) is None
-    with pytest.raises(SystemExit, match="--hicache-representation is given too"):
-        parse(config, f"--config={file}", "--enable-hierarchical-cache", "--hicache-representation=int8")
+    assert chosen(parse(config, *words)) is None
+    with pytest.raises(SystemExit, match="a host representation is asked for"):
+        parse(config, *words, "--enable-hierarchical-cache", "--hicache-representation=int8")
 
 
 def test_command_line_refusals_exit_with_a_sentence(config: pathlib.Path):
@@ -216,8 +222,10 @@ def test_alias(config: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(Refused, match="add --enable-hierarchical-cache"):
         sglang.Engine(server_args=record)
     monkeypatch.setenv(ALIAS, "maybe")
-    with pytest.raises(SystemExit, match="'maybe'; allowed: 1"):
+    with pytest.raises(SystemExit, match=f"{ALIAS}=maybe asked for(.|\n)*Allowed: 1"):
         parse(config)
+    with pytest.raises(Refused, match=f"{ALIAS}=maybe asked for(.|\n)*Allowed: 1"):
+        start(config)
     monkeypatch.setenv(ALIAS, "0")
     assert chosen(parse(config, "--enable-hierarchical-cache")) is None
 
@@ -236,8 +244,24 @@ def test_untested_sglang(config: pathlib.Path, monkeypatch: pytest.MonkeyPatch, 
 def test_a_hook_that_did_not_apply_stops_the_server(config: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
     target = "sglang.srt.managers.scheduler.Scheduler.get_init_info"
     monkeypatch.setattr(HookRegistry, "_patched", HookRegistry._patched - {target})
-    with pytest.raises(Refused, match=f"did not apply these hooks: {target}"):
+    with pytest.raises(Refused, match=f"did not apply the hooks on {target}"):
         start(config)
+    with pytest.raises(SystemExit) as stopped:
+        parse(config, "--enable-hierarchical-cache", "--hicache-representation", "int8")
+    assert stopped.value.code == 2, "an argument that the command line does not know"
+
+
+def test_an_engine_that_starts_schedulers_its_own_way(config: pathlib.Path):
+    from sglang.srt.entrypoints.engine import Engine
+
+    class Another(Engine):  # as SGLang's RayEngine is
+        @classmethod
+        def _launch_scheduler_processes(cls, *args, **kwargs):
+            raise AssertionError("never reached")
+
+    settings = device_settings() | {"model_path": str(config), "load_format": "dummy", "skip_tokenizer_init": True}
+    with pytest.raises(Refused, match="Another starts schedulers that hiqcache cannot verify; allowed: Engine"):
+        Another(**settings, enable_hierarchical_cache=True, hicache_representation="int8")
 
 
 def serve(config: pathlib.Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -281,7 +305,7 @@ def host_pool(
     info: MHABufferInfo, *, name: str = "int8", layout: str = "page_first", tp_size: int = 1, **more: Any
 ) -> RepresentationHostPool:
     options = {"device_capacity_tokens": 64, "start_layer": 0, "end_layer": 1} | more
-    with get_parallel().override(tp_size=tp_size, attn_tp_size=tp_size, attn_dp_size=1, attn_cp_size=1):
+    with mock.patch.object(pool_module, "get_parallel", return_value=SimpleNamespace(attn_tp_size=tp_size)):
         return RepresentationHostPool(info, 2.0, 0, 4, layout, representation=registry.get(name), **options)
 
 
@@ -476,7 +500,8 @@ def test_the_launcher_demands_a_report_from_every_scheduler():
 def test_reports_pass_through_the_data_parallel_controller():
     from sglang.srt.managers.data_parallel_controller import DataParallelController
 
-    record: Any = ServerArgs()
+    settings = {"model_path": "none"}
+    record: Any = ServerArgs(**settings)
     controller: Any = object.__new__(DataParallelController)
     controller.server_args = record
     controller._scheduler_init_infos = [{proof.KEY: [{"a": 1}]}, {}]
@@ -534,5 +559,5 @@ def test_representation_without_a_whole_number_of_bytes_per_token():
 
     from hiqcache.geometry import KVGeometry
 
-    with pytest.raises(ValueError, match="14 bytes a page are not a whole number"):
+    with pytest.raises(HiqcacheError, match="14 bytes a page are not a whole number"):
         Odd(KVGeometry(layers=1, heads=1, head_dim=8, v_head_dim=8, page_size=4)).bytes_per_token()

@@ -354,7 +354,7 @@ def main(shape, layers, layouts, page_sizes, sizes, repeats, out: Path | None) -
     if out:
         versions = {name: version(name) for name in ("hiqcache", "torch", "triton", "sglang")}
         record = {
-            "command": " ".join(["python", *sys.argv]),
+            "command": " ".join(["python", *(out.name if word == str(out) else word for word in sys.argv)]),
             "gpu": torch.cuda.get_device_name(),
             "cuda": torch.version.cuda,
             "python": platform.python_version(),

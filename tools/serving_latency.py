@@ -64,9 +64,9 @@ CONFIGURATIONS: dict[str, list[str]] = {
     "bf16": ["--hicache-representation", "bf16"],
     "int8": ["--hicache-representation", "int8"],
 }
-PROMPTS = {1024: 60, 4096: 14, 12288: 5}
+PROMPTS = {1024: 60, 4096: 14, 12288: 6}
 """Tokens of a prompt -> prompts in the cycle, a little more than L1 holds."""
-DECODING, DECODE_TOKENS = 16, 1200
+DECODING, DECODE_TOKENS = 16, 1600
 RATE, SECONDS = 6.0, 8.0
 """Arrivals per second during the inter-token measurement, and its length."""
 
@@ -83,7 +83,7 @@ class Server:
     """
 
     url: str
-    memory: int
+    memory: int | None
     ttft: dict[int, list[float]]
     gaps: list[list[float]]
 
@@ -166,23 +166,23 @@ def start(name: str, model: pathlib.Path, scratch: pathlib.Path, stack: contextl
     port = free_port()
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--port", str(port)]
     command += ["--skip-tokenizer-init", "--load-format", "dummy", "--attention-backend", "triton"]
-    command += ["--sampling-backend", "pytorch", "--mem-fraction-static", "0.25", "--max-total-tokens", str(L1_TOKENS)]
+    command += ["--sampling-backend", "pytorch", "--mem-fraction-static", "0.8", "--max-total-tokens", str(L1_TOKENS)]
     command += ["--page-size", str(PAGE_SIZE), "--cuda-graph-backend-prefill", "disabled", "--context-length", "16384"]
-    command += ["--cuda-graph-max-bs", "32", "--enable-hierarchical-cache", "--hicache-size", "24"]
+    command += ["--cuda-graph-max-bs-decode", "32", "--enable-hierarchical-cache", "--hicache-size", "16"]
     variables = environment() | ({"SGLANG_PLUGINS": "none"} if name == "stock" else {})
     server = stack.enter_context(http([*command, *CONFIGURATIONS[name]], scratch / f"{name}.log", port, variables))
     return Server(server.url, gpu_memory(server.process_group), {tokens: [] for tokens in PROMPTS}, [])
 
 
-def gpu_memory(process_group: int) -> int:
-    """Bytes of GPU memory that the processes of a group hold, as the driver counts them."""
+def gpu_memory(process_group: int) -> int | None:
+    """Bytes of GPU memory that the processes of a group hold, as the driver counts them; None if it does not say."""
     query = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
-    total = 0
-    for line in subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines():
-        pid, mebibytes = line.split(",")
-        if os.getpgid(int(pid)) == process_group:
-            total += int(mebibytes) << 20
-    return total
+    lines = subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()
+    try:
+        memory = dict(tuple(map(int, line.split(","))) for line in lines)
+        return sum(mebibytes << 20 for pid, mebibytes in memory.items() if os.getpgid(pid) == process_group) or None
+    except (ValueError, ProcessLookupError):
+        return None
 
 
 def interval(values: list[float], of: Any) -> list[float]:
@@ -277,7 +277,8 @@ def main(out: pathlib.Path, picture: pathlib.Path | None, repeats: int) -> None:
         row = [data["inter_token_ms"][p]["median"] for data in result["servers"].values()]
         base = stock["inter_token_ms"][p]["median"]
         table.add_row(f"inter-token {p}", *(f"{ms:.2f} ms ({ms / base:.2f}x)" for ms in row))
-    table.add_row("GPU memory", *(f"{data['gpu_bytes'] / 1e9:.2f} GB" for data in result["servers"].values()))
+    memory = [data["gpu_bytes"] for data in result["servers"].values()]
+    table.add_row("GPU memory", *("unknown" if taken is None else f"{taken / 1e9:.2f} GB" for taken in memory))
     Console(width=120).print(table)
 
 

@@ -6,6 +6,7 @@ import statistics
 import tempfile
 from collections.abc import Sequence
 from contextlib import closing
+from importlib.util import find_spec
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -83,9 +84,12 @@ def command(names: tuple[str, ...], model: Path | None, as_json: bool) -> None:
     from rich.console import Console
 
     from hiqcache import registry, sample_model
+    from hiqcache.sglang.demo import DemoFailed
 
     for name in names:
-        registry.get(name)
+        registry.get(name)  # refuses an unknown name before anything takes time
+    if find_spec("sglang") is None:
+        raise DemoFailed("the demo needs SGLang: pip install 'hiqcache[demo]'")
     model = model or sample_model.fetch()
     logs = Path(tempfile.mkdtemp(prefix="hiqcache-demo-"))
     console = Console(stderr=True, highlight=False)
@@ -114,7 +118,7 @@ def _measure(name: str, model: Path, log: Path, console: "Console") -> Summary:
 
     from hiqcache.sglang.demo import PHASES, DemoFailed, serve
 
-    columns = (TimeElapsedColumn(), BarColumn(), TextColumn("{task.description}"))
+    columns = (TimeElapsedColumn(), BarColumn(bar_width=10), TextColumn("{task.description}"))
     count = len(PHASES) * len(TOPICS)
     events = []
     try:
@@ -122,13 +126,13 @@ def _measure(name: str, model: Path, log: Path, console: "Console") -> Summary:
             Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress,
             closing(serve(model, name, prompts(), log)) as arriving,
         ):
-            console.print(f"{name}: starting SGLang (about a minute on a CPU) for {count} answers")
+            console.print(f"{name}: starting SGLang (about a minute on a CPU) for {count} answers", soft_wrap=True)
             task = progress.add_task("starting", total=1 + count)
             for event in arriving:
                 events.append(event)
                 progress.update(task, advance=1, description=str(event))
                 if not console.is_terminal:
-                    console.print(f"{name}: {event}")
+                    console.print(f"{name}: {event}", soft_wrap=True)
         return summarise(name, *events)
     except DemoFailed as error:
         raise DemoFailed(f"{error}\nWhat SGLang printed is in {log}") from error

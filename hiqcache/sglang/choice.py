@@ -24,6 +24,9 @@ ALIAS = "SGLANG_EXPERIMENTAL_HICACHE_INT8"
 TESTED_SGLANG = ("0.5.23",)
 ALLOW_UNTESTED = "HIQCACHE_ALLOW_UNTESTED_SGLANG"
 
+_OTHER_LAUNCHERS = ("use_ray", "smg_grpc_mode", "grpc_mode", "encoder_only")
+"""Flags that take another road than `Engine._launch_scheduler_processes`; checked as given, before SGLang resolves."""
+
 _ATTRIBUTE = "_hiqcache_choice"
 
 
@@ -68,7 +71,7 @@ def choose(server_args: ServerArgs, name: str | None, *, source: str, command_li
     Raises:
         SystemExit, Refused: see `Choice.refuse`.
     """
-    if _alias():
+    if _alias(command_line):
         if name not in (None, "int8"):
             Choice(name, source, command_line).refuse(f"{ALIAS}=1 asks for 'int8': unset it, or ask for int8 here too.")
         if name is None:
@@ -83,6 +86,10 @@ def choose(server_args: ServerArgs, name: str | None, *, source: str, command_li
     _check_sglang(choice)
     if not resolving_view(server_args).enable_hierarchical_cache:
         choice.refuse("It changes how HiCache's host tier is stored: add --enable-hierarchical-cache, or drop it.")
+    for field in _OTHER_LAUNCHERS:
+        if getattr(server_args, field):
+            flag = "--" + field.replace("_", "-")
+            choice.refuse(f"{flag} starts schedulers that hiqcache's launcher cannot verify, or none: drop it.")
     setattr(server_args, _ATTRIBUTE, choice)
 
 
@@ -91,13 +98,11 @@ def chosen(server_args: ServerArgs) -> Choice | None:
     return getattr(server_args, _ATTRIBUTE, None)
 
 
-def _alias() -> bool:
+def _alias(command_line: bool) -> bool:
     value = os.environ.get(ALIAS, "").strip().lower()
-    if value in ("1", "true", "yes", "on"):
-        return True
-    if value in ("", "0", "false", "no", "off"):
-        return False
-    raise SystemExit(f"hiqcache: {ALIAS}={value!r}; allowed: 1 (ask for int8), 0 or unset (do not)")
+    if value not in ("", "0", "1"):
+        Choice("int8", f"{ALIAS}={value}", command_line).refuse("Allowed: 1 (ask for int8), 0 or unset (do not).")
+    return value == "1"
 
 
 def _check_sglang(choice: Choice) -> None:

@@ -1,13 +1,14 @@
 """`hiqcache demo`'s engine: SGLang in a process of its own, and what it tells the command about it.
 
 `serve` runs in the command and starts `python -m hiqcache.sglang.demo`, which imports sglang (on a machine with no GPU
-as `cpu.py` arranges it), asks every prompt three times, and reports one JSON line for each event:
+as `cpu.py` arranges it), asks each prompt three times, and reports each event as a line of JSON:
 
-    exact      cold, and at once again: the whole prefix is in L1, so the answer comes from exact KV
+    cold       nothing is cached
+    exact      at once again: the prefix is in L1, and the answer comes from exact KV
     restored   after every other prompt has pushed the prefix out of L1: it comes back from L2
 
-Both of the last two compute one prompt token on top of a cached prefix, so their arithmetic is the same and only what
-L2 did to the KV can make them differ. A cold run computes all of them at once, and may round differently.
+The last two compute one prompt token on top of a cached prefix, so their arithmetic is the same and only what L2 did to
+the KV can make their answers differ. A cold run computes the whole prompt at once, which may round differently.
 """
 
 import contextlib
@@ -30,8 +31,8 @@ HOST_GB = 1
 DEVICE_TOKENS = 1024
 """L1 in tokens (`--max-total-tokens`): room for one prompt and its answer, but for no two."""
 ANSWER_TOKENS = 24
-PHASES = {"cold": "cold", "exact": "again from L1", "restored": "again, out of L1"}
-"""How often a prompt is asked, in order: name -> what is said of it."""
+PHASES = {"cold": "cold", "exact": "again", "restored": "once evicted"}
+"""The times that a prompt is asked, in order: name -> what is said of it."""
 
 
 class DemoFailed(HiqcacheError):
@@ -73,7 +74,8 @@ class Answer:
     host_tokens: int
 
     def __str__(self) -> str:
-        return f"prompt {self.prompt + 1}, {PHASES[self.phase]}: first token after {self.seconds:.2f} s"
+        restored = f", {self.host_tokens} tokens from L2" if self.host_tokens else ""
+        return f"prompt {self.prompt + 1} {PHASES[self.phase]}: first token after {self.seconds:.2f} s{restored}"
 
 
 Event = Started | Answer
@@ -106,8 +108,8 @@ def serve(model: Path, representation: str, prompts: Sequence[str], log: Path) -
         assert process.stdin
         assert process.stdout
         try:
-            process.stdin.write(request)
-            process.stdin.close()
+            with contextlib.suppress(BrokenPipeError), process.stdin:  # broken: it ended already, as is found below
+                process.stdin.write(request)
             for line in process.stdout:
                 yield _decode(line)
             if process.wait():

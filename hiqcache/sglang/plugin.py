@@ -6,6 +6,7 @@ applied, so the first thing that a server with our flag does is to ask whether a
 
 import argparse
 import functools
+import logging
 import os
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -31,6 +32,9 @@ from hiqcache.sglang.choice import ALIAS, FLAG, Choice, Refused, choose, chosen
 from hiqcache.sglang.pool import RepresentationHostPool, geometry_of
 
 KEYWORD = "hicache_representation"
+CONFIG = "--config"
+
+logger = logging.getLogger(__name__)
 
 _building: ContextVar[Choice | None] = ContextVar("hiqcache_building", default=None)
 """The choice of the server whose KV cache this process is building."""
@@ -40,37 +44,35 @@ _building: ContextVar[Choice | None] = ContextVar("hiqcache_building", default=N
 
 
 def around_prepare_server_args(original: Callable, argv: list[str]) -> ServerArgs:
-    """Refuse `--config=FILE`, which SGLang ignores, where ignoring it would drop a representation."""
-    for argument in argv:
-        if not argument.startswith("--config="):
+    """Refuse `--config=FILE` and `--conf FILE`, which SGLang ignores, where ignoring it would drop a representation."""
+    for index, argument in enumerate(argv):
+        option, given, path = argument.partition("=")
+        if argument == CONFIG or len(option) < len("--c") or not CONFIG.startswith(option):
             continue
-        path = argument.removeprefix("--config=")
-        if any(FLAG.startswith(word.split("=")[0]) and word.startswith("--hicache-rep") for word in argv):
-            _refuse_config(argument, f"{FLAG} is given too")
-        if os.environ.get(ALIAS):
-            _refuse_config(argument, f"{ALIAS} is set too")
-        if _mentions_flag(path):
-            _refuse_config(argument, f"{path} asks for a host representation")
+        path = path if given else "".join(argv[index + 1 : index + 2])
+        asked = [word for word in argv if word.startswith("--hicache-rep")] or os.environ.get(ALIAS)
+        if asked or _mentions_flag(path):
+            raise SystemExit(
+                f"hiqcache: SGLang ignores {argument!r} in this form, and a host representation is asked for. "
+                f"Write it as two words: {CONFIG} FILE."
+            )
     return original(argv)
 
 
 def _mentions_flag(path: str) -> bool:
     try:
         with open(path, encoding="utf-8") as file:
-            keys = yaml.safe_load(file) or {}
+            keys = yaml.safe_load(file)
     except (OSError, UnicodeDecodeError, yaml.YAMLError):
         return False  # SGLang does not read it either
     return isinstance(keys, dict) and KEYWORD in {str(key).replace("-", "_") for key in keys}
 
 
-def _refuse_config(argument: str, why: str) -> None:
-    raise SystemExit(
-        f"hiqcache: SGLang ignores {argument!r} in this form, and {why}. Write it as two words: --config FILE."
-    )
-
-
 def after_add_cli_args(result: None, parser: argparse.ArgumentParser) -> None:
-    """The flag."""
+    """The flag, unless a server that is given it could not keep its promise."""
+    if missing := missing_hooks():
+        logger.error("hiqcache: no %s: SGLang did not apply the hooks on %s", FLAG, ", ".join(missing))
+        return
     parser.add_argument(
         FLAG,
         dest=KEYWORD,
@@ -96,12 +98,21 @@ def engine_server_args(original: Callable, **kwargs: Any) -> ServerArgs:
     return server_args
 
 
+def around_launch_subprocesses(original: Callable, cls: type[Engine], server_args: ServerArgs, **kwargs: Any) -> Any:
+    """Refuse engines that start schedulers in a way of their own, Ray's for one."""
+    if chosen(server_args) is None:  # a record that somebody built without us: only the variable can ask
+        choose(server_args, None, source=ALIAS, command_line=False)
+    choice = chosen(server_args)
+    ours = vars(Engine)["_launch_scheduler_processes"].__func__
+    if choice is not None and cls._launch_scheduler_processes.__func__ is not ours:
+        choice.refuse(f"{cls.__name__} starts schedulers that hiqcache cannot verify; allowed: {Engine.__name__}.")
+    return original(cls, server_args=server_args, **kwargs)
+
+
 def around_launch_scheduler_processes(
     original: Callable, cls: type[Engine], server_args: ServerArgs, *args: Any, **kwargs: Any
 ) -> tuple[SchedulerInitResult, list | None]:
     """Check the resolved settings before any scheduler starts, and the schedulers before anything is served."""
-    if chosen(server_args) is None:  # a record that somebody built without us: only the variable can ask
-        choose(server_args, None, source=ALIAS, command_line=False)
     choice = chosen(server_args)
     if choice is None:
         return original(cls, server_args, *args, **kwargs)
@@ -235,6 +246,7 @@ HOOKS: tuple[tuple[str, Callable, HookType], ...] = (
     ("sglang.srt.server_args.prepare_server_args", around_prepare_server_args, HookType.AROUND),
     ("sglang.srt.server_args.ServerArgs.add_cli_args", after_add_cli_args, HookType.AFTER),
     ("sglang.srt.server_args.ServerArgs.from_cli_args", around_from_cli_args, HookType.AROUND),
+    ("sglang.srt.entrypoints.engine.Engine._launch_subprocesses", around_launch_subprocesses, HookType.AROUND),
     (
         "sglang.srt.entrypoints.engine.Engine._launch_scheduler_processes",
         around_launch_scheduler_processes,
@@ -276,11 +288,15 @@ def register() -> None:
     cpu.adapt()
 
 
+def missing_hooks() -> list[str]:
+    """Targets of hooks that SGLang could not apply; it logs why, and goes on."""
+    return [target for target, _, _ in HOOKS if target not in HookRegistry._patched]
+
+
 def _require_hooks() -> None:
     """
     Raises:
-        Refused: SGLang could not apply a hook (it logs that and goes on).
+        Refused: a hook is not in place.
     """
-    missing = [target for target, _, _ in HOOKS if target not in HookRegistry._patched]
-    if missing:
-        raise Refused(f"SGLang did not apply these hooks: {', '.join(missing)}; its log says why.")
+    if missing := missing_hooks():
+        raise Refused(f"SGLang did not apply the hooks on {', '.join(missing)}; its log says why.")

@@ -108,6 +108,7 @@ class RepresentationHostPool(MHATokenToKVPoolHost):
         _require_kernel(io_backend)
         if is_draft:
             raise NotImplementedError("hiqcache: a draft model's layers are not part of this pool")
+        # SGLang's transfer engine calls this for every layer in order, as `Transfer.restore` wants it.
         if 0 <= layer_id < self.layer_num:
             self.transfer.restore(layer_id, host_indices, device_indices)
 

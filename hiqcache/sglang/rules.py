@@ -51,7 +51,6 @@ _RULES = (
     _off("enable_flexkv", "FlexKV replaces HiCache"),
     _off("enable_unified_cache_external_linker", "an external cache replaces HiCache"),
     _off("dllm_algorithm", "diffusion language models run without HiCache"),
-    _off("use_ray", "Ray starts schedulers that the launcher cannot verify"),
 )
 
 

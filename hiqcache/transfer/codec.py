@@ -108,5 +108,6 @@ def _described(layout: BlockLayout, name: str, heads: bool) -> tuple:
             "heads) or (tokens, heads, n) with contiguous n"
         )
     width = section.shape[-1] if inner else 0
-    dtype = getattr(tl, str(section.dtype).removeprefix("torch."))
+    name_in_torch = str(section.dtype).removeprefix("torch.")
+    dtype = getattr(tl, {"float8_e4m3fn": "float8e4nv", "float8_e5m2": "float8e5"}.get(name_in_torch, name_in_torch))
     return dtype, section.offset, token_stride, head_stride, width, triton.next_power_of_2(width)

@@ -4,9 +4,10 @@ At each backup it encodes the device rows with the representation's plain-PyTorc
 arena with that; at each restore it compares the device rows with what that code decodes from the rows that were
 backed up into the same slots. Lines of JSON with the counts go to the file named by HIQCACHE_PROBE.
 
-HIQCACHE_SABOTAGE=1 makes SGLang build its own BF16 pool instead, whatever the hiqcache plugin says.
+HIQCACHE_SABOTAGE=1 makes SGLang build another pool instead, whatever the hiqcache plugin says.
 """
 
+import functools
 import json
 import os
 
@@ -21,18 +22,23 @@ _POOL = "hiqcache.sglang.pool.RepresentationHostPool."
 def register() -> None:
     if os.environ.get("HIQCACHE_SABOTAGE") == "1":
         HookRegistry.register(
-            "sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler._mha_host_inputs", _stock_pool, HookType.AROUND
+            "sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler._mha_host_inputs", _foreign_pool, HookType.AROUND
         )
     if os.environ.get("HIQCACHE_PROBE"):
         HookRegistry.register(_POOL + "backup_from_device_all_layer", _backup, HookType.AROUND)
         HookRegistry.register(_POOL + "load_to_device_per_layer", _restore, HookType.AROUND)
 
 
-def _stock_pool(original, *args, **kwargs):
-    from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
+def _foreign_pool(original, *args, **kwargs):
+    from hiqcache.registry import get
+    from hiqcache.sglang.pool import RepresentationHostPool
+
+    # SGLang's own pool cannot be built without a GPU; any class that is not ours will do.
+    class ForeignHostPool(RepresentationHostPool):
+        pass
 
     _, info, options = original(*args, **kwargs)
-    return MHATokenToKVPoolHost, info, options
+    return functools.partial(ForeignHostPool, representation=get("bf16")), info, options
 
 
 def _write(**event) -> None:

@@ -1,0 +1,174 @@
+"""`hiqcache demo`, with an engine that only pretends except where marked slow."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from hiqcache.__main__ import main
+from hiqcache.commands.demo import prompts
+from hiqcache.sglang import demo
+from hiqcache.sglang.demo import PHASES, Answer, DemoFailed, Event, Started, serve
+
+TOKENS = [5, 6, 7]
+
+
+def answers(restored: list[int], host_tokens: int) -> Iterator[Event]:
+    """A server's events; the second prompt's restored answer, and the host tokens behind it, are given."""
+    yield Started(256, 4000)
+    for phase in PHASES:
+        for index in range(len(prompts())):
+            last = phase == "restored"
+            tokens = restored if last and index == 1 else TOKENS
+            seconds = {"cold": 2.0, "exact": 0.25, "restored": 0.5}[phase] * (100 if index == 0 else 1)
+            yield Answer(phase, index, seconds, tokens, (host_tokens if index == 1 else 90) * last)
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """`hiqcache demo --model ...` on a server whose events are given for each representation."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+    def invoke(*arguments: str, **events: Iterator[Event]) -> Result:
+        monkeypatch.setattr(demo, "serve", lambda model, name, prompts, log: events[name])
+        return CliRunner().invoke(main, ["demo", "--model", str(tmp_path), *arguments])
+
+    return invoke
+
+
+def test_table(run, tmp_path):
+    result = run(bf16=answers(TOKENS, 90), int8=answers([5, 0, 7], 80))
+    assert result.exit_code == 0, result.output
+    _, _, bf16, int8 = result.stdout.splitlines()
+    assert bf16.split()[:9] == ["bf16", "256", "4,000", "450", "tokens", "2,000", "ms", "500", "ms"]
+    assert bf16.endswith("15 of 15; 5 of 5 answers identical")
+    assert int8.split()[3] == "440"
+    assert int8.endswith("13 of 15; 4 of 5 answers identical"), "tokens after the first difference do not count"
+    assert "int8: prompt 2 once evicted: first token after 0.50 s, 80 tokens from L2" in result.stderr
+    assert list(tmp_path.iterdir()) == [], "logs are kept on failure only"
+
+
+def test_json(run):
+    result = run("--representation", "int8", "--json", int8=answers(TOKENS, 90))
+    (summary,) = json.loads(result.stdout)
+    assert summary["representation"] == "int8"
+    assert summary["cold_seconds"] == 2.0
+    assert summary["agreeing_tokens"] == summary["generated_tokens"] == 15
+
+
+def test_no_restore(run, tmp_path):
+    result = run(bf16=answers(TOKENS, 0))
+    assert result.exit_code == 1
+    assert "bf16: SGLang restored nothing from L2 for these prompts: debugger" in result.stderr
+    (logs,) = tmp_path.iterdir()
+    assert f"{logs / 'bf16.log'}" in result.stderr
+
+
+def test_bf16_must_not_change_an_answer(run):
+    result = run(bf16=answers([5, 6, 0], 90))
+    assert result.exit_code == 1
+    assert "only 14 of 15 tokens after a restore are exact KV's" in result.stderr
+    assert not result.stdout
+
+
+def test_unknown_representation(run):
+    result = run("--representation", "int9")
+    assert result.exit_code == 1
+    assert "int8" in result.stderr
+
+
+def test_prompts_are_long_and_differ_from_the_start():
+    assert len({prompt[:10] for prompt in prompts()}) == len(prompts()) >= 5
+    assert all(len(prompt) > 2000 for prompt in prompts())
+
+
+# the process around SGLang
+
+
+@pytest.fixture
+def interpreter(tmp_path, monkeypatch):
+    """Runs a shell script where `serve` would run SGLang."""
+
+    def write(script: str) -> None:
+        path = tmp_path / "python"
+        path.write_text(f"#!/bin/sh\n{script}\n")
+        path.chmod(0o755)
+        monkeypatch.setattr(sys, "executable", str(path))
+
+    return write
+
+
+STARTED = """echo '["Started", {"bytes_per_token": 256, "tokens": 4000}]'"""
+
+
+def test_every_process_is_ended(interpreter, tmp_path):
+    interpreter(f"sleep 300 & echo $! > {tmp_path}/pid; {STARTED}; sleep 300")
+    with closing(serve(tmp_path, "int8", ["text"], tmp_path / "log")) as events:
+        assert next(events) == Started(256, 4000)
+        pid = int((tmp_path / "pid").read_text())
+        os.kill(pid, 0)
+    assert _ends(pid)
+
+
+def _ends(pid: int) -> bool:
+    for _ in range(100):
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().split()[2]
+        except FileNotFoundError:
+            return True
+        if state == "Z":
+            return True  # dead, and not yet collected by the parent it fell to
+        time.sleep(0.05)
+    return False
+
+
+def test_refusal_is_passed_on(interpreter, tmp_path):
+    interpreter("""echo said >&2; echo '["DemoFailed", {"reason": "no such thing"}]'; exit 1""")
+    with pytest.raises(DemoFailed, match="no such thing"):
+        list(serve(tmp_path, "int8", ["text"], tmp_path / "log"))
+    assert (tmp_path / "log").read_text() == "said\n"
+
+
+@pytest.mark.parametrize("script", [f"{STARTED}; kill -9 $$", "exit 3"])
+def test_sudden_end(interpreter, tmp_path, script):
+    interpreter(script)
+    with pytest.raises(DemoFailed, match=r"SGLang ended with status (-9|3) while serving 'int8'"):
+        list(serve(tmp_path, "int8", ["text" * 100_000], tmp_path / "log"))
+
+
+# SGLang itself
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_real_demo():
+    result = subprocess.run(
+        [sys.executable, "-m", "hiqcache", "demo", "--json"], capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    bf16, int8 = json.loads(result.stdout)
+    assert (bf16["bytes_per_token"], bf16["l2_tokens"]) == (23_040, 43_403)
+    assert (int8["bytes_per_token"], int8["l2_tokens"]) == (15_360, 65_105)
+    for summary in (bf16, int8):
+        assert summary["restored_tokens"] > 2000
+        assert summary["restored_seconds"] < summary["cold_seconds"]
+        assert summary["answers"] == len(prompts())
+    assert bf16["agreeing_tokens"] == bf16["generated_tokens"]
+    assert int8["agreeing_tokens"] > int8["generated_tokens"] // 2
+
+
+@pytest.mark.slow
+def test_a_folder_without_a_model(tmp_path):
+    result = subprocess.run(
+        [sys.executable, "-m", "hiqcache", "demo", "--model", tmp_path], capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 1
+    assert "Traceback" not in result.stderr
+    assert "What SGLang printed is in" in result.stderr
