@@ -22,14 +22,14 @@ lint: env
 env: $(STAMP)
 
 # Again whenever pyproject.toml changes. pip unpacks gigabytes, for which /tmp may be too small.
-$(STAMP): pyproject.toml | $(BIN)/python
+$(STAMP): pyproject.toml | $(BIN)/pip
 	@echo "Installing hiqcache with SGLang and PyTorch into $(VENV): 11 GB, some minutes. This is done once."
 	@mkdir -p $(VENV)/tmp
 	TMPDIR=$(CURDIR)/$(VENV)/tmp $(BIN)/python -m pip install --editable '.[dev]'
 	@rm -rf $(VENV)/tmp
 	@touch $@
 
-$(BIN)/python:
+$(BIN)/pip:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "hiqcache needs Python 3.11 or later; name one with: make PYTHON=..." >&2; exit 1; }
 	@test $$(df -Pk . | awk 'NR == 2 { print int($$4 / 1000000) }') -ge $(FREE_GB) \

@@ -19,6 +19,8 @@ from hiqcache.sglang import cpu
 
 PROBE = pathlib.Path(__file__).parent / "probe"
 START_SECONDS = 300
+ADMIN_KEY = "for tests"
+ADMIN = {"Authorization": f"Bearer {ADMIN_KEY}"}
 
 
 @frozen
@@ -97,11 +99,11 @@ class HttpServer:
         return [Output.of(entry) for entry in answer.json()]
 
     def flush(self) -> None:
-        requests.post(f"{self.url}/flush_cache", timeout=60).raise_for_status()
+        requests.post(f"{self.url}/flush_cache", headers=ADMIN, timeout=60).raise_for_status()
 
     def put(self, path: str, body: dict[str, Any]) -> str:
-        """The text of the answer, whatever its status."""
-        return requests.put(f"{self.url}{path}", json=body, timeout=60).text
+        """The text of the answer, whatever its status, asked with the admin key."""
+        return requests.put(f"{self.url}{path}", json=body, headers=ADMIN, timeout=60).text
 
     def info(self) -> dict[str, Any]:
         return requests.get(f"{self.url}/server_info", timeout=60).json()

@@ -16,6 +16,7 @@ import pytest
 import tiny_model
 import torch
 from serving import (
+    ADMIN_KEY,
     PROBE,
     Output,
     Server,
@@ -46,9 +47,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
-    """For the small model: random tokens, no two prompts with a common prefix."""
+    """For the small model: random tokens, no two prompts with a common prefix, nor with a health check's token 0."""
     rng = random.Random(0)
-    return [[first, *rng.choices(range(tiny_model.VOCABULARY), k=PROMPT_TOKENS - 1)] for first in range(15)]
+    return [[first, *rng.choices(range(tiny_model.VOCABULARY), k=PROMPT_TOKENS - 1)] for first in range(10, 25)]
 
 
 def prose(model: pathlib.Path) -> list[list[int]]:
@@ -220,7 +221,7 @@ def test_http_int8(tiny: pathlib.Path, prompts: list[list[int]], probing: pathli
     config = tmp_path / "config.yaml"
     config.write_text("hicache-representation: int8\n")
     command = [str(pathlib.Path(sys.executable).parent / "sglang"), "serve", "--config", str(config)]
-    words = arguments(device_settings() | options | {"port": port})
+    words = arguments(device_settings() | options | {"port": port, "admin_api_key": ADMIN_KEY})
     log = tmp_path / "log"
     with http([*command, *words], log, port, environment()) as server:
         check(server, prompts, 16, insertions=2, lossless=False)

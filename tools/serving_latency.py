@@ -179,8 +179,8 @@ def gpu_memory(process_group: int) -> int | None:
     query = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
     lines = subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()
     try:
-        memory = dict(tuple(map(int, line.split(","))) for line in lines)
-        return sum(mebibytes << 20 for pid, mebibytes in memory.items() if os.getpgid(pid) == process_group) or None
+        rows = [(int(pid), int(mebibytes)) for pid, mebibytes in (line.split(",") for line in lines)]
+        return sum(mebibytes << 20 for pid, mebibytes in rows if os.getpgid(pid) == process_group) or None
     except (ValueError, ProcessLookupError):
         return None
 

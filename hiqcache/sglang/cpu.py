@@ -34,7 +34,12 @@ VARIABLE = "SGLANG_USE_CPU_ENGINE"
 def environment() -> dict[str, str]:
     """Variables that a SGLang process on a machine with no NVIDIA driver needs."""
     path = os.environ.get("PYTHONPATH", "")
-    return {VARIABLE: "1", "PYTHONPATH": os.pathsep.join([str(STANDIN), *filter(None, [path])])}
+    return {
+        VARIABLE: "1",
+        "PYTHONPATH": os.pathsep.join([str(STANDIN), *filter(None, [path])]),
+        # Threads that wait for work give their core to the others: SGLang runs several processes on few cores.
+        "OMP_WAIT_POLICY": "PASSIVE",
+    }
 
 
 def prepare() -> None:

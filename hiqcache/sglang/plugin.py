@@ -6,6 +6,7 @@ applied, so the first thing that a server with our flag does is to ask whether a
 
 import argparse
 import functools
+import gc
 import logging
 import os
 from collections.abc import Callable
@@ -16,6 +17,7 @@ import attrs
 import psutil
 import torch
 import yaml
+import zmq
 from sglang.srt.arg_groups.overrides import resolving_view
 from sglang.srt.entrypoints.engine import Engine, SchedulerInitResult
 from sglang.srt.mem_cache.device_pool_info import MHABufferInfo
@@ -124,7 +126,7 @@ def around_launch_scheduler_processes(
     except (HiqcacheError, AttributeError) as error:
         choice.refuse(error)
 
-    before = {child.pid for child in psutil.Process().children()}
+    children, contexts = psutil.Process().children(), _socket_contexts()
     result, processes = original(cls, server_args, *args, **kwargs)
     wait_for_ready = result.wait_for_ready
 
@@ -133,7 +135,7 @@ def around_launch_scheduler_processes(
             wait_for_ready()
             proof.verify(choice, result.scheduler_infos)
         except Exception as error:
-            _kill_children(except_for=before)
+            _undo_launch(children, contexts)
             if isinstance(error, RuntimeError):
                 error = f"A scheduler stopped while it started; its reason is in the log above. ({error})"
             choice.refuse(error)
@@ -142,10 +144,19 @@ def around_launch_scheduler_processes(
     return result, processes
 
 
-def _kill_children(except_for: set[int]) -> None:
+def _undo_launch(children_before: list[psutil.Process], contexts_before: list[zmq.Context]) -> None:
+    """Stop what a launch started, so that the process around it can go on, or end."""
     for child in psutil.Process().children():
-        if child.pid not in except_for:
+        if child not in children_before:
             kill_process_tree(child.pid)
+    for context in _socket_contexts():
+        # Sockets with words for a scheduler that is gone would hold this process when it ends.
+        if not any(context is other for other in contexts_before):
+            context.destroy(linger=0)
+
+
+def _socket_contexts() -> list[zmq.Context]:
+    return [found for found in gc.get_objects() if issubclass(type(found), zmq.Context)]
 
 
 # -- the scheduler: building the pool --------------------------------------------------------------------------------
@@ -165,7 +176,10 @@ def around_build_kv_cache(original: Callable, *args: Any, server_args: ServerArg
     except HiqcacheError as error:
         if get_parallel().num_dp_ranks > 1:
             raise  # the data-parallel controller notices an exception only
-        raise SystemExit(f"hiqcache: host representation {choice.name!r} ({choice.source}): {error}") from None
+        logger.error("hiqcache: host representation %r (%s): %s", choice.name, choice.source, error)
+        logging.shutdown()
+        # Not SystemExit: threads that SGLang has started by now would keep the process, and its launcher waiting.
+        os._exit(1)
     finally:
         _building.reset(token)
 
