@@ -4,9 +4,11 @@ import contextlib
 import json
 import os
 import pathlib
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from typing import Any, Protocol
@@ -165,7 +167,9 @@ def pip_install(source: pathlib.Path, target: pathlib.Path) -> pathlib.Path:
     options = ["-q", "--no-deps", "--no-build-isolation", "--no-index", "--target", str(target)]
     # Without PYTHONPATH: packages there may extend setuptools, and break the build.
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    subprocess.run([sys.executable, "-m", "pip", "install", *options, str(source)], check=True, env=clean)
+    with tempfile.TemporaryDirectory() as scratch:  # setuptools builds in the source's folder
+        copy = shutil.copytree(source, pathlib.Path(scratch) / "source")
+        subprocess.run([sys.executable, "-m", "pip", "install", *options, str(copy)], check=True, env=clean)
     return target
 
 
