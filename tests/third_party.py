@@ -2,10 +2,10 @@
 
 import pathlib
 import re
-import subprocess
-import sys
 import tomllib
 from typing import NamedTuple
+
+from serving import pip_install
 
 PAGE = pathlib.Path(__file__).parents[1] / "docs" / "writing-a-representation.md"
 MODULE = "hiqcache_fp8_pow2.py"
@@ -44,10 +44,6 @@ def install_third_party(directory: pathlib.Path) -> Installed:
     code = files()
     for name in (PROJECT, MODULE):
         (source / name).write_text(code[name], encoding="utf-8")
-    # Nothing is fetched: the package's one dependency is hiqcache itself, and the build tool is installed.
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-index"]
-    command += ["--no-deps", "--no-build-isolation", "--target", str(directory), str(source)]
-    finished = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert finished.returncode == 0, finished.stdout + finished.stderr
+    pip_install(source, directory)
     (name,) = tomllib.loads(code[PROJECT])["project"]["entry-points"]["hiqcache.representations"]
     return Installed(directory, name)

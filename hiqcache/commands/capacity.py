@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from hiqcache.commands._geometry import geometry_of
+
 if TYPE_CHECKING:
     from hiqcache.capacity import Capacity
     from hiqcache.geometry import KVGeometry
@@ -60,7 +62,7 @@ def command(
     The exit status is 1 if no representation can hold the model.
     """
     tokens = _budget(hicache_size, hicache_ratio, device_tokens, page_size)
-    geometry = _geometry(config, layers, heads, head_dim, v_head_dim, tp_size, page_size)
+    geometry = geometry_of(config, layers, heads, head_dim, v_head_dim, tp_size, page_size)
 
     from hiqcache import registry
 
@@ -81,37 +83,6 @@ def _budget(size: int | None, ratio: float | None, device_tokens: int | None, pa
         case None, float(), int():
             return lambda _: tokens_of_ratio(ratio, device_tokens, page_size)
     raise click.UsageError("Give either --hicache-size, or --hicache-ratio together with --device-tokens.")
-
-
-def _geometry(
-    config: str | None,
-    layers: int | None,
-    heads: int | None,
-    head_dim: int | None,
-    v_head_dim: int | None,
-    tp_size: int,
-    page_size: int,
-) -> "KVGeometry":
-    match config, layers, heads, head_dim, v_head_dim:
-        case str(), None, None, None, None:
-            from hiqcache.model_config import geometry_from_config
-
-            return geometry_from_config(config, tp_size=tp_size, page_size=page_size)
-        case None, int(), int(), int(), _:
-            from hiqcache.geometry import KVGeometry
-            from hiqcache.model_config import local_kv_heads
-
-            return KVGeometry(
-                layers=layers,
-                heads=local_kv_heads(heads, tp_size),
-                head_dim=head_dim,
-                v_head_dim=v_head_dim or head_dim,
-                page_size=page_size,
-                tp_size=tp_size,
-            )
-    raise click.UsageError(
-        "Give either --config, or --layers, --heads and --head-dim (with --v-head-dim if V differs)."
-    )
 
 
 def _capacity(name: str, geometry: "KVGeometry", tokens: Callable[[int], int]) -> "Capacity | list[str]":

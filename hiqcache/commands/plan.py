@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from hiqcache.commands._geometry import geometry_of
+
 if TYPE_CHECKING:
     from hiqcache.geometry import KVGeometry
     from hiqcache.plan.cache import Limits
@@ -88,7 +90,7 @@ def command(
     from hiqcache.plan.cache import Limits, WritePolicy
     from hiqcache.plan.plot import draw
 
-    geometry = _geometry(config, layers, heads, head_dim, tp_size, page_size)
+    geometry = geometry_of(config, layers, heads, head_dim, None, tp_size, page_size)
     limits = Limits(l1_tokens=device_tokens, l2_tokens=0, page_size=page_size, policy=WritePolicy(policy))
     bytes_per_token, refused = _representations(geometry)
     plan = _replay(trace, limits, bytes_per_token, sorted(set(budgets)))
@@ -102,27 +104,6 @@ def command(
         draw(plan, f"{trace.name}, L1 of {device_tokens:,} tokens", plot)
     if not bytes_per_token:
         ctx.exit(1)
-
-
-def _geometry(
-    config: str | None, layers: int | None, heads: int | None, head_dim: int | None, tp_size: int, page_size: int
-) -> "KVGeometry":
-    from hiqcache.geometry import KVGeometry
-    from hiqcache.model_config import geometry_from_config, local_kv_heads
-
-    match config, layers, heads, head_dim:
-        case str(), None, None, None:
-            return geometry_from_config(config, tp_size=tp_size, page_size=page_size)
-        case None, int(), int(), int():
-            return KVGeometry(
-                layers=layers,
-                heads=local_kv_heads(heads, tp_size),
-                head_dim=head_dim,
-                v_head_dim=head_dim,
-                page_size=page_size,
-                tp_size=tp_size,
-            )
-    raise click.UsageError("Give either --config, or --layers, --heads and --head-dim.")
 
 
 def _representations(geometry: "KVGeometry") -> tuple[dict[str, int], dict[str, str]]:
