@@ -101,7 +101,7 @@ class HttpServer:
         return [Output.of(entry) for entry in answer.json()]
 
     def flush(self) -> None:
-        requests.post(f"{self.url}/flush_cache", headers=ADMIN, timeout=60).raise_for_status()
+        requests.post(f"{self.url}/flush_cache", params={"timeout": 30}, headers=ADMIN, timeout=60).raise_for_status()
 
     def put(self, path: str, body: dict[str, Any]) -> str:
         """The text of the answer, whatever its status, asked with the admin key."""
@@ -109,6 +109,14 @@ class HttpServer:
 
     def info(self) -> dict[str, Any]:
         return requests.get(f"{self.url}/server_info", timeout=60).json()
+
+    def metrics(self) -> list[Any]:
+        """The samples of `/metrics`."""
+        from prometheus_client.parser import text_string_to_metric_families  # not where SGLang has yet to be started
+
+        answer = requests.get(f"{self.url}/metrics", timeout=60)
+        answer.raise_for_status()
+        return [sample for family in text_string_to_metric_families(answer.text) for sample in family.samples]
 
 
 @contextlib.contextmanager
