@@ -21,7 +21,7 @@ from hiqcache.sglang import rules
 
 REPOSITORY = pathlib.Path(__file__).parents[1]
 DOCS = REPOSITORY / "docs"
-PAGES = ("design", "hicache-internals", "sglang-integration", "writing-a-representation")
+PAGES = ("design", "hicache-internals", "metrics", "sglang-integration", "writing-a-representation")
 
 
 def page(name: str) -> str:

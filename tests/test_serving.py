@@ -18,6 +18,7 @@ import torch
 from serving import (
     ADMIN_KEY,
     PROBE,
+    HttpServer,
     Output,
     Server,
     device_settings,
@@ -28,6 +29,7 @@ from serving import (
     http,
     pip_install,
 )
+from test_metrics import dashboard_metrics
 from third_party import install_third_party
 
 from hiqcache import sample_model
@@ -165,6 +167,38 @@ def check_bytes(path: pathlib.Path, layers: int = tiny_model.LAYERS) -> None:
     assert sum(event["tokens"] for event in backups) > L1_TOKENS * L2_RATIO + 100, "slots of L2 were to be used again"
 
 
+def check_metrics(server: HttpServer) -> None:
+    """The metrics page says what L2 holds and what the codec took, and has all that the dashboard asks for."""
+    samples = server.metrics()
+    (report,) = server.info()["hiqcache"]
+
+    def values(name: str, **labels: str) -> list[float]:
+        return [s.value for s in samples if s.name == name and s.labels.items() >= labels.items()]
+
+    rank = {"tp_rank": "0", "engine_type": "unified"}
+    assert values("hiqcache:representation_info", representation="int8", format_tag="int8-head-v1", **rank) == [1]
+    assert values("hiqcache:bytes_per_token", **rank) == [256 * 2 * tiny_model.LAYERS]
+    assert values("hiqcache:bf16_bytes_per_token", **rank) == [3 * 64 * 2 * 2 * tiny_model.LAYERS]
+    assert values("hiqcache:host_tokens", **rank) == values("sglang:hicache_host_total_tokens", **rank)
+    assert values("hiqcache:staging_bytes", **rank) == [report["staging_bytes"]]
+    for operation, counted in (
+        ("encode", "sglang:hicache_backup_tokens_total"),
+        ("decode", "sglang:load_back_tokens_total"),
+    ):
+        (seconds,) = values("hiqcache:sampled_codec_seconds_total", operation=operation, **rank)
+        (tokens,) = values("hiqcache:sampled_codec_tokens_total", operation=operation, **rank)
+        assert 0 < seconds < 60
+        if torch.cuda.is_available():
+            assert 0 < tokens < sum(values(counted, pool="kv"))
+        else:  # where every run is measured
+            assert [tokens] == pytest.approx(values(counted, pool="kv"))
+
+    absent = dashboard_metrics() - {sample.name for sample in samples}
+    # SGLang times transfers with GPU events.
+    timed = {"sglang:hicache_backup_duration_seconds_sum", "sglang:load_back_duration_seconds_sum"}
+    assert absent == (set() if torch.cuda.is_available() else timed)
+
+
 @pytest.fixture
 def probing(probe_path: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
     """Processes started meanwhile carry the probe; its file."""
@@ -221,10 +255,11 @@ def test_http_int8(tiny: pathlib.Path, prompts: list[list[int]], probing: pathli
     config = tmp_path / "config.yaml"
     config.write_text("hicache-representation: int8\n")
     command = [str(pathlib.Path(sys.executable).parent / "sglang"), "serve", "--config", str(config)]
-    words = arguments(device_settings() | options | {"port": port, "admin_api_key": ADMIN_KEY})
+    words = arguments(device_settings() | options | {"port": port, "admin_api_key": ADMIN_KEY, "enable_metrics": True})
     log = tmp_path / "log"
     with http([*command, *words], log, port, environment()) as server:
         check(server, prompts, 16, insertions=2, lossless=False)
+        check_metrics(server)
         (report,) = server.info()["hiqcache"]
         assert (report["representation"], report["layout"]) == ("int8", "page_first")
         attached = server.put("/hicache/storage-backend", {"hicache_storage_backend": "file"})

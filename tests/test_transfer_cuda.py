@@ -15,7 +15,7 @@ from hiqcache.arena import LAYOUTS, HostArena
 from hiqcache.geometry import KVGeometry, Part
 from hiqcache.registry import get
 from hiqcache.representation import HostRepresentation
-from hiqcache.transfer import DeviceRows, EagerTransfer, Transfer, make_transfer
+from hiqcache.transfer import DeviceRows, EagerTransfer, Transfer, clock, make_transfer
 
 TESTS = Path(__file__).parent
 ROADS = ("copy engine", "kernel", "eager")
@@ -205,6 +205,36 @@ def test_no_slots_is_no_work():
     transfer = make_transfer(case.representation, case.arena, case.rows)
     case.check_backup(transfer, "cpu")
     case.check_restore(transfer, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("road", ROADS)
+def test_the_clocks_measure_a_transfer_and_wait_for_none(road, monkeypatch):
+    """On a stream that is asleep, nothing is known yet when a transfer has been enqueued, nor does anybody wait."""
+    monkeypatch.setattr(clock, "SAMPLE_EVERY", 1)
+    case = Case.build("int8", "page_first", (8, 128), 64, pages=32, layers=12)
+    transfer = cuda_transfer(case, road, monkeypatch)
+    host, device = case.host.to(transfer.host_indices_device), case.device.cuda()
+
+    def restore() -> None:
+        for layer in range(case.geometry.layers):
+            transfer.restore(layer, host, device)
+
+    for timed, move in (
+        (transfer.encode_clock, lambda: transfer.backup(host, device)),
+        (transfer.decode_clock, restore),
+    ):
+        move()
+        torch.cuda.synchronize()
+        timed.take()
+        torch.cuda._sleep(2_000_000_000)  # cycles: about a second
+        move()
+        assert timed.take() == (0, 0)
+        assert not torch.cuda.current_stream().query(), "the stream was to be asleep still"
+        torch.cuda.synchronize()
+        seconds, tokens = timed.take()
+        assert 0 < tokens <= 32 * 64
+        assert 0 < seconds < 0.1, "the sleep is not part of it"
 
 
 @pytest.mark.gpu

@@ -5,5 +5,6 @@ choice.py    which representation was asked for, by whom; refusing
 rules.py     server settings that an encoded pool cannot serve under
 pool.py      the host pool
 proof.py     what a scheduler reports, what the launcher demands
+metrics.py   the series on the metrics page
 cpu.py       SGLang on a machine with no NVIDIA driver
 """

@@ -31,6 +31,7 @@ from hiqcache import registry
 from hiqcache.geometry import HiqcacheError
 from hiqcache.sglang import cpu, proof, rules
 from hiqcache.sglang.choice import ALIAS, FLAG, Choice, Refused, choose, chosen
+from hiqcache.sglang.metrics import Metrics
 from hiqcache.sglang.pool import RepresentationHostPool, geometry_of
 
 KEYWORD = "hicache_representation"
@@ -215,8 +216,13 @@ def around_get_mha_host_pool_cls(original: Callable, buffer_info: MHABufferInfo)
 
 def after_scheduler_init_info(info: dict[str, Any], scheduler: Any) -> dict[str, Any]:
     """Report what is really in force."""
-    if chosen(scheduler.server_args) is not None:
-        info[proof.KEY] = [attrs.asdict(proof.Report.of(proof.pool_in_force(scheduler.tree_cache)))]
+    if chosen(scheduler.server_args) is None:
+        return info
+    pool = proof.pool_in_force(scheduler.tree_cache)
+    report = proof.Report.of(pool)
+    if scheduler.metrics_collector_context.current_scheduler_metrics_enabled:
+        scheduler.metrics_collector._hiqcache = Metrics(scheduler.metrics_collector, report, pool.transfer)
+    info[proof.KEY] = [attrs.asdict(report)]
     return info
 
 
@@ -243,6 +249,12 @@ def around_move_pool_indices(
     if host_indices.device.type == "cpu":
         host_indices = host_indices.to(host_pool.transfer.host_indices_device, non_blocking=True)
     return host_indices, device_indices
+
+
+def after_log_stats(result: None, collector: Any, stats: Any) -> None:
+    """Bring our series on the `/metrics` page up to date with SGLang's."""
+    if (metrics := getattr(collector, "_hiqcache", None)) is not None:
+        metrics.update()
 
 
 def around_attach_storage_backend(original: Callable, tree_cache: Any, *args: Any, **kwargs: Any) -> tuple[bool, str]:
@@ -283,6 +295,11 @@ HOOKS: tuple[tuple[str, Callable, HookType], ...] = (
         "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController._move_pool_indices",
         around_move_pool_indices,
         HookType.AROUND,
+    ),
+    (
+        "sglang.srt.observability.metrics_collector.SchedulerMetricsCollector.log_stats",
+        after_log_stats,
+        HookType.AFTER,
     ),
     (
         "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.attach_storage_backend",

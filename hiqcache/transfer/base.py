@@ -7,6 +7,7 @@ import torch
 from attrs import field, frozen
 
 from hiqcache.geometry import Part
+from hiqcache.transfer.clock import make_clock
 
 
 @frozen
@@ -42,7 +43,17 @@ class Transfer(abc.ABC):
     Both enqueue their work on the current stream, decoding included, and return without waiting for it: they read no
     device tensor on the host and synchronise nothing. Rows and blocks that the indices do not name stay untouched. A
     backup and a restore may be under way at once, on two streams; two backups or two restores may not.
+
+    Args:
+        device: where the rows are.
+
+    Attributes:
+        encode_clock: what encoding costs, gathering included where one kernel does both.
+        decode_clock: what decoding costs, scattering included where one kernel does both.
     """
+
+    def __init__(self, device: torch.device):
+        self.encode_clock, self.decode_clock = make_clock(device), make_clock(device)
 
     @property
     @abc.abstractmethod

@@ -21,6 +21,7 @@ from hiqcache.arena import HostArena
 from hiqcache.representation import HostRepresentation
 from hiqcache.transfer import copy_engine
 from hiqcache.transfer.base import DeviceRows, Transfer
+from hiqcache.transfer.clock import Clock
 from hiqcache.transfer.codec import BlockCodec
 from hiqcache.transfer.kernels import LINE_BYTES
 from hiqcache.transfer.movers import CopyEngineMover, KernelMover, Mover
@@ -82,6 +83,7 @@ class CudaTransfer(Transfer):
                     f"device rows at {tensor.data_ptr():#x} with strides {tensor.stride()}; needed: contiguous rows at "
                     "a multiple of 16 bytes"
                 )
+        super().__init__(rows.device)
         self._device = rows.device
         self._page_size = representation.geometry.page_size
         self._layers = representation.geometry.layers
@@ -121,7 +123,7 @@ class CudaTransfer(Transfer):
         for first in range(0, self._layers, step):
             layers = range(first, min(first + step, self._layers))
             for span in self._spans(len(slots), layers, min(lane.capacity, CHUNK_BYTES)):
-                encode = partial(self._codec.encode, slots[span], layers)
+                encode = partial(self._timed, self.encode_clock, self._codec.encode, slots[span], layers)
                 move = partial(mover.move, pages[span], layers, True)
                 lane.relay(current, encode, lane.stream, move)
         current.wait_stream(lane.stream)
@@ -141,8 +143,15 @@ class CudaTransfer(Transfer):
         current = torch.cuda.current_stream(self._device)
         for span in self._spans(len(restoring.slots), layers, lane.capacity):
             move = partial(restoring.mover.move, restoring.pages[span], layers, False)
-            decode = partial(self._codec.decode, restoring.slots[span], layers)
+            decode = partial(self._timed, self.decode_clock, self._codec.decode, restoring.slots[span], layers)
             lane.relay(lane.stream, move, current, decode)
+
+    def _timed(
+        self, clock: Clock, code: Callable, slots: torch.Tensor, layers: range, staging: torch.Tensor, stream: int
+    ) -> None:
+        clock.start()
+        code(slots, layers, staging, stream)
+        clock.stop(slots.numel() * len(layers) / self._layers)
 
     def _begin_restore(self, host_indices: torch.Tensor, device_indices: torch.Tensor) -> "_Restore":
         mover, slots = self._mover_for(host_indices), device_indices.reshape(-1, self._page_size)

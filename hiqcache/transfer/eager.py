@@ -24,10 +24,13 @@ class EagerTransfer(Transfer):
     """
 
     def __init__(self, representation: HostRepresentation, arena: HostArena, rows: DeviceRows):
+        super().__init__(rows.device)
         self._representation = representation
         self._rows = rows
         self._page_size = representation.geometry.page_size
         self._chunk = max(1, CHUNK_TOKENS // self._page_size)
+        self._share = 1 / (len(Part) * representation.geometry.layers)
+        """What one part and layer is of a token."""
         reachable = HostArena(arena.shape, device_alias(arena.buffer, rows.device))
         self._blocks = {part: reachable.blocks(part) for part in Part}
         # One pair of buffers for each direction: SGLang runs the two on different streams.
@@ -59,7 +62,9 @@ class EagerTransfer(Transfer):
                 values, blocks = (buffer[: len(pages)] for buffer in self._backup_staging[part])
                 for layer, rows in enumerate(self._rows.of(part)):
                     torch.index_select(rows, 0, slots, out=values.view(-1, *values.shape[2:]))
+                    self.encode_clock.start()
                     self._representation.encode(values, part, blocks)
+                    self.encode_clock.stop(len(slots) * self._share)
                     self._blocks[part][layer].index_copy_(0, pages, blocks)
 
     def restore(self, layer: int, host_indices: torch.Tensor, device_indices: torch.Tensor) -> None:
@@ -67,7 +72,9 @@ class EagerTransfer(Transfer):
             for part in Part:
                 values, blocks = (buffer[: len(pages)] for buffer in self._restore_staging[part])
                 torch.index_select(self._blocks[part][layer], 0, pages, out=blocks)
+                self.decode_clock.start()
                 self._representation.decode(blocks, part, values)
+                self.decode_clock.stop(len(slots) * self._share)
                 self._rows.of(part)[layer].index_copy_(0, slots, values.view(-1, *values.shape[2:]))
 
     def _chunks(self, host_indices: torch.Tensor, device_indices: torch.Tensor):
