@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from hiqcache.commands._geometry import geometry_of
+from hiqcache.commands._picture import picture
 
 if TYPE_CHECKING:
     from hiqcache.geometry import KVGeometry
@@ -18,16 +19,6 @@ _COUNT = click.IntRange(1, 65_536)
 _POLICIES = ("write_through", "write_through_selective", "write_back")
 """Values of `WritePolicy`, whose module imports torch: seconds that --help need not wait."""
 _BUDGETS = (16, 32, 64, 128, 256, 512, 1024)
-
-
-def _picture(ctx: click.Context, param: click.Parameter, file: Path | None) -> Path | None:
-    from hiqcache.plan.plot import FORMATS, require_plotting
-
-    if file is not None:
-        if file.suffix not in FORMATS:
-            raise click.BadParameter(f"{file.name!r} does not end in {' or '.join(FORMATS)}.")
-        require_plotting()
-    return file
 
 
 @click.command
@@ -58,7 +49,7 @@ def _picture(ctx: click.Context, param: click.Parameter, file: Path | None) -> P
 @click.option(
     "--plot",
     type=click.Path(dir_okay=False, path_type=Path),
-    callback=_picture,
+    callback=picture,
     metavar="FILE",
     help="Draw hit rate against GB; FILE ends in .png or .svg.",
 )

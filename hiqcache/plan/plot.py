@@ -1,37 +1,18 @@
 """A plan as a picture: hit rate against host gigabytes, one curve for each representation."""
 
-from importlib.util import find_spec
 from pathlib import Path
 
-from hiqcache.geometry import HiqcacheError
 from hiqcache.plan.replay import Plan
-
-FORMATS = (".png", ".svg")
-"""Ends of file names that `draw` takes."""
-
-
-class CannotPlot(HiqcacheError):
-    """matplotlib is not installed, or the file cannot be written."""
-
-
-def require_plotting() -> None:
-    """Check for matplotlib before a long replay.
-
-    Raises:
-        CannotPlot: it is not installed.
-    """
-    if find_spec("matplotlib") is None:
-        raise CannotPlot("a plot needs matplotlib: pip install 'hiqcache[plot]'")
+from hiqcache.plotting import require_plotting, save
 
 
 def draw(plan: Plan, title: str, file: Path) -> None:
-    """Write the curves of `plan` to `file`, whose name ends in one of `FORMATS`.
+    """Write the curves of `plan` to `file`, whose name ends in one of `plotting.FORMATS`.
 
     Raises:
         CannotPlot: matplotlib is not installed, or the file cannot be written.
     """
     require_plotting()
-    import matplotlib
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.2), layout="constrained")
@@ -46,9 +27,4 @@ def draw(plan: Plan, title: str, file: Path) -> None:
     axes.set(title=title, xlabel="host memory for L2, each rank (GB)", ylabel="hit rate (% of prompt tokens)")
     axes.grid(alpha=0.3)
     axes.legend()
-    try:
-        # No date and no random ids: the same plan gives the same SVG.
-        with matplotlib.rc_context({"svg.hashsalt": "hiqcache"}):
-            figure.savefig(file, dpi=150, metadata={"Date": None} if file.suffix == ".svg" else None)
-    except OSError as error:
-        raise CannotPlot(f"{file}: {error.strerror}") from error
+    save(figure, file)

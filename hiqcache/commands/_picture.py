@@ -1,0 +1,16 @@
+"""The `--plot FILE` of every command that draws."""
+
+from pathlib import Path
+
+import click
+
+
+def picture(ctx: click.Context, param: click.Parameter, file: Path | None) -> Path | None:
+    """Callback of the option: refuse, before any work, a file name or a machine that no picture can come of."""
+    from hiqcache.plotting import FORMATS, require_plotting
+
+    if file is not None:
+        if file.suffix not in FORMATS:
+            raise click.BadParameter(f"{file.name!r} does not end in {' or '.join(FORMATS)}.")
+        require_plotting()
+    return file

@@ -1,0 +1,214 @@
+"""Opening a dump, finding out what is wrong with it, and reading it piece by piece."""
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import safetensors
+import torch
+from attrs import frozen
+
+from hiqcache import registry
+from hiqcache.geometry import HiqcacheError, KVGeometry, Part
+from hiqcache.inspect.format import DTYPES, DumpError, Metadata, dumped_sections, tensor_name
+from hiqcache.representation import HostRepresentation
+
+CHUNK_VALUES = 4 << 20
+"""Values of KV looked at together; what is in memory at once is some tens of bytes for each."""
+_LARGEST_HEADER = 100_000_000
+"""safetensors' own limit."""
+
+
+@frozen
+class StoredSection:
+    """A section as the file has it.
+
+    Attributes:
+        dtype: element type.
+        shape: axes in one block, the page's tokens first.
+        per_head: whether the axis after the tokens is the heads.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    per_head: bool
+
+
+class Dump:
+    """An open dump. Close it, or use it as a context manager.
+
+    Args:
+        file: its path.
+
+    Attributes:
+        file: its path.
+        metadata: what it says of itself.
+        sections: the sections of each part, by name.
+
+    Raises:
+        DumpError: it is damaged, or no dump; the text starts with the path and says what is wrong.
+    """
+
+    def __init__(self, file: Path):
+        self.file = file
+        try:
+            header = _header(file)
+            text = header.pop("__metadata__", {})
+            self.metadata = Metadata.from_text(text)
+            self.sections = _sections(header, self.metadata)
+            self._tensors = safetensors.safe_open(file, framework="pt")
+            self._tensors.__enter__()
+        except DumpError as error:
+            raise DumpError(f"{file}: {error}") from error
+        except OSError as error:
+            raise DumpError(f"{file}: {error.strerror or error}") from error
+        except safetensors.SafetensorError as error:
+            raise DumpError(f"{file}: safetensors cannot open it: {error}") from error
+
+    @property
+    def geometry(self) -> KVGeometry:
+        return self.metadata.geometry
+
+    @property
+    def pages(self) -> int:
+        """Entries of the page axis."""
+        return len(self.metadata.page_ids)
+
+    def __enter__(self) -> "Dump":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._tensors.__exit__(None, None, None)
+
+    def chunks(self) -> Iterator[slice]:
+        """The page axis, in pieces small enough to be looked at."""
+        geometry = self.geometry
+        page = geometry.page_size * geometry.heads * max(geometry.head_dim, geometry.v_head_dim)
+        step = max(1, CHUNK_VALUES // page)
+        for first in range(0, self.pages, step):
+            yield slice(first, min(first + step, self.pages))
+
+    def read(self, part: Part, section: str, layer: int, pages: slice | torch.Tensor) -> torch.Tensor:
+        """Some pages of a section in one layer, `[pages, *section.shape]`.
+
+        Args:
+            part: K or V.
+            section: its name.
+            layer: of this rank's layers.
+            pages: a slice of the page axis, or ascending positions on it.
+        """
+        tensor = self._tensors.get_slice(tensor_name(part, section))
+        if isinstance(pages, slice):
+            return tensor[layer, pages]
+        first = int(pages[0])
+        return tensor[layer, first : int(pages[-1]) + 1][pages - first]
+
+    def representation(self) -> HostRepresentation:
+        """What encoded it, bound to its geometry, for decoding.
+
+        Raises:
+            DumpError: it is not installed, has another format tag now, refuses the geometry, or declares other sections
+                than the file has.
+        """
+        metadata = self.metadata
+        try:
+            cls = registry.get(metadata.representation)
+            if cls.format_tag != metadata.format_tag:
+                raise DumpError(
+                    f"it holds format {metadata.format_tag!r} of representation {metadata.representation!r}, and the "
+                    f"installed one reads {cls.format_tag!r}"
+                )
+            representation = cls(metadata.geometry)
+        except HiqcacheError as error:
+            raise DumpError(f"{self.file}: {error}") from error
+        for part, layout in representation.layouts.items():
+            declared = {name: (layout[name].dtype, layout[name].shape) for name in dumped_sections(layout)}
+            found = {name: (section.dtype, section.shape) for name, section in self.sections[part].items()}
+            if declared != found:
+                raise DumpError(
+                    f"{self.file}: its {part.name} sections are {_described(found)}; format {metadata.format_tag!r} "
+                    f"has {_described(declared)}"
+                )
+        return representation
+
+    def decode(
+        self, representation: HostRepresentation, part: Part, layer: int, pages: slice | torch.Tensor
+    ) -> torch.Tensor:
+        """Values of some pages, `[pages, page_size, heads, dim]` of the geometry's dtype.
+
+        Args:
+            representation: what `representation()` returned.
+            part, layer, pages: as for `read`.
+        """
+        layout, geometry = representation.layouts[part], self.geometry
+        stored = {name: self.read(part, name, layer, pages) for name in self.sections[part]}
+        count = len(next(iter(stored.values())))
+        blocks = torch.zeros(count, layout.block_bytes, dtype=torch.uint8)
+        for name, values in stored.items():
+            layout.view(blocks, name).copy_(values)
+        out = torch.empty(count, geometry.page_size, geometry.heads, geometry.dim(part), dtype=geometry.dtype)
+        representation.decode(blocks, part, out)
+        return out
+
+
+def _described(sections: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> str:
+    pieces = (f"{name} {str(dtype).removeprefix('torch.')} {list(shape)}" for name, (dtype, shape) in sections.items())
+    return ", ".join(pieces) or "none"
+
+
+def _header(file: Path) -> dict:
+    """The JSON at the front of a safetensors file, once the file is as long as it says."""
+    with file.open("rb") as opened:
+        size = os.fstat(opened.fileno()).st_size
+        if size < 8:
+            raise DumpError(f"it is no safetensors file: it has {size} bytes, and a header alone has more")
+        length = int.from_bytes(opened.read(8), "little")
+        if length > _LARGEST_HEADER:
+            raise DumpError("it is no safetensors file: its first 8 bytes are no length of a header")
+        if length > size - 8:
+            raise DumpError(f"it is truncated: its header has {length:,} bytes, the file {size:,}")
+        raw = opened.read(length)
+    try:
+        header = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise DumpError("it is no safetensors file: its header is not JSON") from error
+    if not isinstance(header, dict) or not isinstance(header.get("__metadata__", {}), dict):
+        raise DumpError("it is no safetensors file: its header is not a table of tensors")
+    spans = [_entry(name, entry)[2] for name, entry in header.items() if name != "__metadata__"]
+    needed = 8 + length + max((end for _, end in spans), default=0)
+    if size < needed:
+        raise DumpError(f"it is truncated: its tensors need {needed:,} bytes, the file has {size:,}")
+    return header
+
+
+def _entry(name: str, entry: object) -> tuple[torch.dtype, tuple[int, ...], tuple[int, int]]:
+    match entry:
+        case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [int(begin), int(end)]} if all(
+            type(axis) is int and axis >= 0 for axis in shape
+        ):
+            if dtype not in DTYPES:
+                raise DumpError(f"tensor {name!r} has element type {dtype!r}; known: {', '.join(DTYPES)}")
+            return DTYPES[dtype], tuple(shape), (begin, end)
+    raise DumpError(f"tensor {name!r} is not described as safetensors does: {str(entry)[:80]}")
+
+
+def _sections(header: Mapping[str, object], metadata: Metadata) -> dict[Part, dict[str, StoredSection]]:
+    geometry, sections = metadata.geometry, {part: {} for part in Part}
+    for name, entry in header.items():
+        letter, dot, section = name.partition(".")
+        if not dot or letter not in {part.value for part in Part}:
+            raise DumpError(f"tensor {name!r} is none of a dump's, which are called k.SECTION and v.SECTION")
+        dtype, shape, _ = _entry(name, entry)
+        expected = (geometry.layers, len(metadata.page_ids), geometry.page_size)
+        if shape[:2] != expected[:2] or len(shape) < 2:
+            raise DumpError(
+                f"tensor {name!r} has axes {list(shape)}; the metadata names {expected[0]} layers and "
+                f"{expected[1]} pages"
+            )
+        per_head = len(shape) > 3 and shape[2:4] == (geometry.page_size, geometry.heads)
+        sections[Part(letter)][section] = StoredSection(dtype, shape[2:], per_head)
+    for part, found in sections.items():
+        if not found:
+            raise DumpError(f"it has no tensor of {part.name}")
+    return sections

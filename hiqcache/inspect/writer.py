@@ -1,0 +1,260 @@
+"""Writing safetensors in pieces: what is in memory at once does not grow with the file.
+
+safetensors' own `save_file` wants whole tensors. Here the header is written first, and each piece goes to its place.
+"""
+
+import contextlib
+import errno
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from attrs import field, frozen, validators
+
+from hiqcache.arena import HostArena
+from hiqcache.inspect.format import DTYPES, DumpError, Metadata, dumped_sections, tensor_name
+
+CHUNK_BYTES = 32 << 20
+"""Encoded bytes in flight at a time; memory beyond the arena is about twice this."""
+_ALIGN = 8
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+@frozen
+class TensorSpec:
+    """A tensor of a file that is yet to be written.
+
+    Attributes:
+        name: its name in the file.
+        dtype: one of `DTYPES`.
+        shape: its axes.
+    """
+
+    name: str
+    dtype: torch.dtype = field(validator=validators.in_(_NAMES))
+    shape: tuple[int, ...] = field(converter=tuple)
+
+    @property
+    def nbytes(self) -> int:
+        return self.dtype.itemsize * math.prod(self.shape)
+
+
+class SafetensorsWriter:
+    """A safetensors file that appears under its name once it is complete, and never in part.
+
+    Used as a context manager: leaving it without `commit` removes what was written. The file can be read by its owner
+    only, because KV gives prompts away.
+
+    Args:
+        file: the name it shall have; its folder exists.
+        tensors: what it will hold, in this order.
+        metadata: its `__metadata__`.
+
+    Raises:
+        DumpError: the file exists, the folder cannot be written to, or it lacks room for the file.
+    """
+
+    def __init__(self, file: Path, tensors: Sequence[TensorSpec], metadata: Mapping[str, str]):
+        self.file = file
+        self._tensors = {tensor.name: tensor for tensor in tensors}
+        entries: dict[str, object] = {"__metadata__": dict(metadata)}
+        self._begins, begin = {}, 0
+        for tensor in tensors:
+            span = [begin, begin + tensor.nbytes]
+            entries[tensor.name] = {"dtype": _NAMES[tensor.dtype], "shape": tensor.shape, "data_offsets": span}
+            self._begins[tensor.name] = begin
+            begin += tensor.nbytes
+        header = json.dumps(entries, separators=(",", ":")).encode()
+        header += b" " * (-len(header) % _ALIGN)
+        self._data = 8 + len(header)
+        self.total_bytes = self._data + begin
+        self._refuse_existing()
+        require_room(file.parent, self.total_bytes)
+        self._partial = file.parent / f".{file.name}.{os.getpid()}.partial"
+        with self._explained():
+            self._descriptor: int | None = os.open(
+                self._partial, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600
+            )
+        try:
+            self._put(0, len(header).to_bytes(8, "little") + header)
+        except DumpError:
+            self.discard()
+            raise
+
+    def write(self, name: str, values: torch.Tensor, *index: int) -> None:
+        """Write consecutive elements of a tensor.
+
+        Args:
+            name: the tensor's.
+            values: on the CPU, of its dtype; how many there are decides how far they reach.
+            index: where they begin, from the tensor's first axis on; axes that are not given begin at 0.
+
+        Raises:
+            DumpError: the disk is full, or fails.
+        """
+        tensor = self._tensors[name]
+        strides = [math.prod(tensor.shape[axis + 1 :]) for axis in range(len(tensor.shape))]
+        first = sum(position * stride for position, stride in zip(index, strides, strict=False))
+        if values.dtype != tensor.dtype or first + values.numel() > math.prod(tensor.shape):
+            raise ValueError(f"{values.dtype} {tuple(values.shape)} at {index} of {tensor}")
+        piece = values.contiguous().flatten().view(torch.uint8)
+        self._put(self._data + self._begins[name] + first * tensor.dtype.itemsize, piece.numpy())
+
+    def finish(self) -> None:
+        """Wait until all of it is on the disk.
+
+        Raises:
+            DumpError: the disk is full, or fails.
+        """
+        assert self._descriptor is not None
+        with self._explained():
+            os.ftruncate(self._descriptor, self.total_bytes)
+            os.fsync(self._descriptor)
+
+    def commit(self) -> None:
+        """Give the finished file its name.
+
+        Raises:
+            DumpError: meanwhile another file has it.
+        """
+        self._close()
+        self._refuse_existing()
+        with self._explained():
+            os.replace(self._partial, self.file)
+            folder = os.open(self.file.parent, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
+
+    def discard(self) -> None:
+        """Remove what was written; of a file that has its name already, nothing."""
+        self._close()
+        with contextlib.suppress(OSError):
+            os.unlink(self._partial)
+
+    def __enter__(self) -> "SafetensorsWriter":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.discard()
+
+    def _close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def _put(self, offset: int, data: object) -> None:
+        assert self._descriptor is not None
+        rest = memoryview(data).cast("B")  # type: ignore[arg-type]
+        with self._explained():
+            while rest:
+                written = os.pwrite(self._descriptor, rest, offset)
+                rest, offset = rest[written:], offset + written
+
+    def _refuse_existing(self) -> None:
+        if os.path.lexists(self.file):
+            raise DumpError(f"{self.file} exists; no dump replaces a file: choose another name, or remove it")
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if error.errno in _FULL:
+                free = shutil.disk_usage(self.file.parent).free
+                raise DumpError(
+                    f"{self.file.parent} is full: {self.file.name} needs {_size(self.total_bytes)}, and "
+                    f"{_size(free)} more are free"
+                ) from error
+            raise DumpError(f"cannot write {self.file}: {error.strerror}") from error
+
+
+def require_room(folder: Path, needed: int) -> None:
+    """Check that a folder's file system has room.
+
+    Args:
+        folder: exists.
+        needed: bytes.
+
+    Raises:
+        DumpError: it has not; or its room cannot be told.
+    """
+    try:
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        raise DumpError(f"cannot write to {folder}: {error.strerror}") from error
+    if free < needed:
+        raise DumpError(f"{folder} is too full: the dump needs {_size(needed)}, and {_size(free)} are free")
+
+
+def _size(count: int) -> str:
+    return f"{count:,} bytes ({count / 1e9:.2f} GB)"
+
+
+def dump_writer(arena: HostArena, metadata: Metadata, file: Path) -> SafetensorsWriter:
+    """Begin a dump of `metadata.page_ids`; `write_pages` fills it.
+
+    Raises:
+        DumpError: there are no pages, or as `SafetensorsWriter`.
+    """
+    if not metadata.page_ids:
+        raise DumpError("there is no page to dump")
+    if metadata.page_ids[-1] >= arena.shape.pages:
+        raise DumpError(f"there is no page {metadata.page_ids[-1]}; the pool's are 0 to {arena.shape.pages - 1}")
+    tensors = [
+        TensorSpec(
+            tensor_name(part, name),
+            layout[name].dtype,
+            (arena.shape.layers, len(metadata.page_ids), *layout[name].shape),
+        )
+        for part, layout in arena.shape.layouts.items()
+        for name in dumped_sections(layout)
+    ]
+    return SafetensorsWriter(file, tensors, metadata.to_text())
+
+
+def write_pages(
+    writer: SafetensorsWriter, arena: HostArena, page_ids: Sequence[int], progress: Callable[[int], None]
+) -> None:
+    """Copy pages from an arena to the file that `dump_writer` began, and wait until they are on the disk.
+
+    Args:
+        writer: not committed yet.
+        arena: nobody writes to these pages meanwhile.
+        page_ids: as in the metadata.
+        progress: told how many pages are written, every now and then.
+
+    Raises:
+        DumpError: the disk is full, or fails.
+    """
+    shape = arena.shape
+    page_bytes = shape.layers * max(layout.block_bytes for layout in shape.layouts.values())
+    step = max(1, CHUNK_BYTES // page_bytes)
+    ids = torch.tensor(page_ids)
+    for first in range(0, len(ids), step):
+        chosen = ids[first : first + step]
+        for part, layout in shape.layouts.items():
+            # Pages first: in a `page_first` arena one page is then one copy.
+            blocks = arena.blocks(part).transpose(0, 1)[chosen].transpose(0, 1)
+            for name in dumped_sections(layout):
+                for layer, values in enumerate(layout.view(blocks, name)):
+                    writer.write(tensor_name(part, name), values, layer, first)
+        progress(first + len(chosen))
+    writer.finish()
+
+
+def dump_arena(arena: HostArena, metadata: Metadata, file: Path) -> None:
+    """Write a dump from first to last.
+
+    Raises:
+        DumpError: as `dump_writer` and `write_pages`.
+    """
+    with dump_writer(arena, metadata, file) as writer:
+        write_pages(writer, arena, metadata.page_ids, lambda pages: None)
+        writer.commit()
