@@ -1,18 +1,19 @@
 """Serve with encoded host pools on a GPU and check every byte that moves, and SGLang's own counters.
 
     python tools/check_serving.py --out docs/results/check-serving.json
+    python tools/check_serving.py --tp 2 --out docs/results/check-serving-tp2.json   # on two GPUs
 
-Starts real SGLang servers side by side on one GPU (random weights in Qwen3-8B's KV shape: 36 layers, 8 KV heads x
-128), each with another page size, host layout and representation. A probe inside each scheduler encodes what is backed
-up and decodes what is restored with the representation's plain-PyTorch code on the CPU and compares byte for byte.
-Exits with status 1 if a byte differs, nothing was restored, or a counter is not the format's arithmetic.
+Starts real SGLang servers side by side (random weights in Qwen3-8B's KV shape: 36 layers, 8 KV heads x 128), each with
+another page size, host layout and representation. A probe inside each scheduler, so on each tensor-parallel rank,
+encodes what is backed up and decodes what is restored with the representation's plain-PyTorch code on the CPU and
+compares byte for byte. Exits with status 1 if a byte differs, nothing was restored, or a counter is not the format's
+arithmetic.
 """
 
-import importlib.metadata
 import json
 import pathlib
 import random
-import re
+import shlex
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
@@ -20,13 +21,10 @@ from typing import Any
 
 import click
 import requests
-import torch
 from attrs import asdict, frozen
-
-ROOT = pathlib.Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "tests"))
-
-from serving import PROBE, environment, events, free_port, http, pip_install  # noqa: E402
+from counters import BACKUP_BYTES, BACKUP_TOKENS, L2_TOKENS, RESTORE_BYTES, RESTORE_TOKENS, metric
+from servers import launch, provenance
+from serving import PROBE, environment, events, free_port, http, pip_install
 
 VOCABULARY = 4096
 LAYERS = 36
@@ -54,12 +52,17 @@ class Case:
     page_size: int
     layout: str
     sizing: tuple[str, str]
+    tp_size: int = 1
     l1_tokens: int = 8192
 
     @property
     def bytes_per_token(self) -> int:
-        """From the formats' definition: 8 x 128 INT8, 8 BF16 scales, padded to 128 bytes; or 8 x 128 BF16."""
-        return 2 * LAYERS * {"int8": 1152, "bf16": 2048}[self.representation]
+        """One rank's, from the formats' definition.
+
+        8 or 4 heads x 128 INT8 and as many BF16 scales, padded to 128 bytes; or 8 or 4 heads x 128 BF16.
+        """
+        records = {1: {"int8": 1152, "bf16": 2048}, 2: {"int8": 640, "bf16": 1024}}
+        return 2 * LAYERS * records[self.tp_size][self.representation]
 
     @property
     def host_tokens(self) -> int:
@@ -72,30 +75,31 @@ class Case:
         return (wanted // self.page_size + 1) * self.page_size
 
 
-CASES = (
-    Case("int8", 1, "page_first", ("--hicache-size", "8")),
-    Case("int8", 64, "page_first", ("--hicache-ratio", "3")),
-    Case("int8", 1, "layer_first", ("--hicache-ratio", "3")),
-    Case("int8", 64, "layer_first", ("--hicache-ratio", "3")),
-    Case("bf16", 64, "page_first", ("--hicache-ratio", "3")),
-)
-
-
-def metric(text: str, name: str) -> float:
-    """Sum of a counter over its label sets on a `/metrics` page."""
-    return sum(float(value) for value in re.findall(rf"^{re.escape(name)}(?:{{[^}}]*}})? (\S+)$", text, re.M))
+CASES = {
+    1: (
+        Case("int8", 1, "page_first", ("--hicache-size", "8")),
+        Case("int8", 64, "page_first", ("--hicache-ratio", "3")),
+        Case("int8", 1, "layer_first", ("--hicache-ratio", "3")),
+        Case("int8", 64, "layer_first", ("--hicache-ratio", "3")),
+        Case("bf16", 64, "page_first", ("--hicache-ratio", "3")),
+    ),
+    2: (
+        Case("int8", 1, "page_first", ("--hicache-size", "8"), tp_size=2),
+        Case("int8", 64, "page_first", ("--hicache-ratio", "3"), tp_size=2),
+        Case("bf16", 64, "page_first", ("--hicache-ratio", "3"), tp_size=2),
+    ),
+}
+"""Tensor-parallel size -> servers."""
 
 
 def run(case: Case, model: pathlib.Path, probe: pathlib.Path, scratch: pathlib.Path) -> dict[str, Any]:
     """Serve, fill, evict, restore; what was seen."""
     name = f"{case.representation}-{case.page_size}-{case.layout}"
     file, port = scratch / f"{name}.jsonl", free_port()
-    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--port", str(port)]
-    command += ["--skip-tokenizer-init", "--load-format", "dummy", "--attention-backend", "triton"]
-    command += ["--sampling-backend", "pytorch", "--mem-fraction-static", "0.12", "--max-total-tokens"]
-    command += [str(case.l1_tokens), "--page-size", str(case.page_size), "--cuda-graph-backend-prefill", "disabled"]
-    command += ["--enable-metrics", "--enable-hierarchical-cache", "--hicache-mem-layout", case.layout, *case.sizing]
-    command += ["--hicache-representation", case.representation, "--context-length", "4096"]
+    words = ["--skip-tokenizer-init", "--load-format", "dummy", "--context-length", "4096", "--enable-metrics"]
+    words += ["--enable-hierarchical-cache", "--hicache-mem-layout", case.layout, *case.sizing]
+    words += ["--hicache-representation", case.representation, "--tp-size", str(case.tp_size)]
+    command = launch(model, port, l1_tokens=case.l1_tokens, page_size=case.page_size, memory=0.12, arguments=words)
     variables = environment(HIQCACHE_PROBE=file)
     variables["PYTHONPATH"] = f"{variables.get('PYTHONPATH', '')}:{probe}"
     rng = random.Random(0)
@@ -106,37 +110,44 @@ def run(case: Case, model: pathlib.Path, probe: pathlib.Path, scratch: pathlib.P
         restored = [server.generate([prompt])[0] for prompt in prompts[:4]]
         page = requests.get(f"{server.url}/metrics", timeout=30).text
         (report,) = server.info()["hiqcache"]
-    seen = events(file)
-    backups = [event for event in seen if event["event"] == "backup"]
-    restores = [event for event in seen if event["event"] == "restore"]
+    ranks = [checked(events(file), rank) for rank in range(case.tp_size)]
     found = {
         **asdict(case),
         "report": report,
         "restored_tokens": [answer.from_host for answer in restored],
-        "backup_tokens": sum(event["tokens"] for event in backups),
-        "backup_wrong_bytes": sum(event["wrong_bytes"] for event in backups),
-        "restore_tokens": sum(event["tokens"] for event in restores) // LAYERS,
-        "restore_wrong_values": sum(event["wrong_values"] for event in restores),
-        "host_total_tokens": metric(page, "sglang:hicache_host_total_tokens"),
-        "backup_bytes_per_token": metric(page, "sglang:hicache_backup_bytes_total")
-        / max(1, metric(page, "sglang:hicache_backup_tokens_total")),
-        "load_back_bytes_per_token": metric(page, "sglang:load_back_bytes_total")
-        / max(1, metric(page, "sglang:load_back_tokens_total")),
+        "ranks": ranks,
+        "host_total_tokens": metric(page, L2_TOKENS),
+        "backup_bytes_per_token": metric(page, BACKUP_BYTES) / max(1, metric(page, BACKUP_TOKENS)),
+        "load_back_bytes_per_token": metric(page, RESTORE_BYTES) / max(1, metric(page, RESTORE_TOKENS)),
     }
     whole = [(len(prompt) - 1) // case.page_size * case.page_size for prompt in prompts[:4]]
     found["passed"] = (
-        found["backup_wrong_bytes"] == found["restore_wrong_values"] == 0
+        not any(rank["backup_wrong_bytes"] or rank["restore_wrong_values"] for rank in ranks)
         and found["restored_tokens"] == whole
-        and found["restore_tokens"] >= sum(whole)
+        and all(rank["restore_tokens"] >= sum(whole) for rank in ranks)
         and found["backup_bytes_per_token"] == found["load_back_bytes_per_token"] == case.bytes_per_token
         and found["host_total_tokens"] == report["tokens"] == case.host_tokens
     )
     return found
 
 
+def checked(seen: list[dict[str, Any]], rank: int) -> dict[str, int]:
+    """What the probe on a rank saw, summed."""
+    backups = [event for event in seen if event["rank"] == rank and event["event"] == "backup"]
+    restores = [event for event in seen if event["rank"] == rank and event["event"] == "restore"]
+    return {
+        "backup_tokens": sum(event["tokens"] for event in backups),
+        "backup_wrong_bytes": sum(event["wrong_bytes"] for event in backups),
+        "restore_tokens": sum(event["tokens"] for event in restores) // LAYERS,
+        "restore_wrong_values": sum(event["wrong_values"] for event in restores),
+    }
+
+
 @click.command(help=__doc__)
 @click.option("--out", required=True, type=click.Path(path_type=pathlib.Path), help="JSON file to write.")
-def main(out: pathlib.Path) -> None:
+@click.option("--tp", type=click.Choice(["1", "2"]), default="1", show_default=True, help="GPUs, each with its ranks.")
+def main(out: pathlib.Path, tp: str) -> None:
+    cases = CASES[int(tp)]
     with tempfile.TemporaryDirectory() as directory:
         scratch = pathlib.Path(directory)
         model = scratch / "model"
@@ -150,13 +161,11 @@ def main(out: pathlib.Path) -> None:
             except Exception as error:
                 return {**asdict(case), "passed": False, "error": f"{type(error).__name__}: {error}"}
 
-        with ThreadPoolExecutor(len(CASES)) as pool:
-            found = list(pool.map(attempt, CASES))
+        with ThreadPoolExecutor(len(cases)) as pool:
+            found = list(pool.map(attempt, cases))
     result = {
         "what": "bytes backed up and restored by real SGLang servers against the reference codec",
-        "command": "python tools/check_serving.py",
-        "hardware": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
-        "versions": {name: importlib.metadata.version(name) for name in ("hiqcache", "sglang", "torch", "triton")},
+        **provenance(shlex.join(["python", "tools/check_serving.py", *sys.argv[1:]])),
         "cases": found,
     }
     out.parent.mkdir(parents=True, exist_ok=True)

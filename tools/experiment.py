@@ -33,7 +33,16 @@ import numpy as np
 import requests
 import torch
 from attrs import asdict, define, evolve, field, frozen
-from servers import QWEN3_8B, launch, metric, provenance, write_model
+from counters import (
+    BACKUP_BYTES,
+    BACKUP_TOKENS,
+    L2_TOKENS,
+    L2_USED_TOKENS,
+    RESTORE_BYTES,
+    RESTORE_TOKENS,
+    metric,
+)
+from servers import QWEN3_8B, launch, provenance, write_model
 from serving import HttpServer, environment, free_port, http
 
 from hiqcache import registry, sample_model
@@ -44,10 +53,10 @@ MEMORY = 0.9
 HICACHE = ("--enable-hierarchical-cache", "--hicache-write-policy", "write_back")
 REPRESENTATION = "--hicache-representation"
 COUNTERS = {
-    "backup_tokens": "sglang:hicache_backup_tokens_total",
-    "backup_bytes": "sglang:hicache_backup_bytes_total",
-    "restore_tokens": "sglang:load_back_tokens_total",
-    "restore_bytes": "sglang:load_back_bytes_total",
+    "backup_tokens": BACKUP_TOKENS,
+    "backup_bytes": BACKUP_BYTES,
+    "restore_tokens": RESTORE_TOKENS,
+    "restore_bytes": RESTORE_BYTES,
 }
 """Field of a run -> SGLang's counter."""
 SETTLING_SECONDS = 0.5
@@ -391,10 +400,8 @@ def _bench_serving(options: list[str], log: pathlib.Path) -> None:
 def counters(server: Server) -> dict[str, float]:
     """What SGLang has counted so far, and the tokens in L2."""
     page = requests.get(f"{server.http.url}/metrics", timeout=30).text
-    values = {field: metric(page, name) for field, name in COUNTERS.items()}
-    for kind in ("total", "used"):
-        values[f"l2_{kind}"] = metric(page, f"sglang:hicache_host_{kind}_tokens")
-    return values
+    names = COUNTERS | {"l2_tokens": L2_TOKENS, "l2_used_tokens": L2_USED_TOKENS}
+    return {field: metric(page, name) for field, name in names.items()}
 
 
 def measure(server: Server, workload: Workload, seed: int, scratch: pathlib.Path, seconds: float) -> dict[str, Any]:
@@ -411,7 +418,7 @@ def measure(server: Server, workload: Workload, seed: int, scratch: pathlib.Path
     first = [1e3 * value for value in bench["ttfts"] if value]
     return {
         **{field: int(after[field] - before[field]) for field in COUNTERS},
-        "l2_used_tokens": int(after["l2_used"]),
+        "l2_used_tokens": int(after["l2_used_tokens"]),
         "completed": bench["completed"],
         "seconds": bench["duration"],
         "prompt_tokens": hits["total_prompt_tokens"],
@@ -436,7 +443,7 @@ def warm(server: Server, workload: Workload, scratch: pathlib.Path, clock: Clock
         run = measure(server, less, 0, scratch, clock.left())
     except TimeoutError as error:
         raise Refused(f"{server.name}: --limit passed before anything was measured") from error
-    server.l2_tokens = int(counters(server)["l2_total"])
+    server.l2_tokens = int(counters(server)["l2_tokens"])
     server.bytes_per_token = run["backup_bytes"] / run["backup_tokens"] if run["backup_tokens"] else 0.0
     clock.say(f"{server.name} is warm: L1 {server.l1_tokens:,}, L2 {server.l2_tokens:,} tokens")
 

@@ -1,11 +1,10 @@
-"""What the tools that drive real SGLang servers share: a model's shape, the launch, counters, provenance."""
+"""What the tools that drive real SGLang servers share: a model's shape, the launch and provenance."""
 
 import importlib.metadata
 import importlib.util
 import json
 import os
 import pathlib
-import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -81,15 +80,6 @@ def launch(
     words += ["--attention-backend", "triton", "--sampling-backend", "pytorch", "--mem-fraction-static", str(memory)]
     words += ["--cuda-graph-backend-prefill", "disabled"]
     return [sys.executable, "-m", "sglang.launch_server", *words]
-
-
-def metric(page: str, name: str, **labels: str) -> float:
-    """Sum of a counter or gauge on a `/metrics` page over its label sets, those that have `labels`."""
-    total = 0.0
-    for text, value in re.findall(rf"^{re.escape(name)}(?:{{(.*)}})? (\S+)$", page, re.M):
-        if all(f'{label}="{wanted}"' in text for label, wanted in labels.items()):
-            total += float(value)
-    return total
 
 
 def provenance(command: str) -> dict[str, Any]:

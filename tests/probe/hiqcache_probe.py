@@ -2,7 +2,10 @@
 
 At each backup it encodes the device rows with the representation's plain-PyTorch code on the CPU and compares the
 arena with that; at each restore it compares the device rows with what that code decodes from the rows that were
-backed up into the same slots. Lines of JSON with the counts go to the file named by HIQCACHE_PROBE.
+backed up into the same slots. Lines of JSON with the TP rank and the counts go to the file named by HIQCACHE_PROBE.
+
+Beside that, HIQCACHE_PROBE_ROWS names a folder that gets the device rows of each backup, one file after the other, and
+HIQCACHE_PROBE_SLOW_DUMP the seconds that each piece of a dump takes longer, pieces being as small as they can.
 
 HIQCACHE_SABOTAGE=1 makes SGLang build another pool instead, whatever the hiqcache plugin says.
 """
@@ -10,11 +13,15 @@ HIQCACHE_SABOTAGE=1 makes SGLang build another pool instead, whatever the hiqcac
 import functools
 import json
 import os
+import pathlib
+import time
 
 import torch
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from sglang.srt.runtime_context import get_parallel
 
 from hiqcache.geometry import Part
+from hiqcache.inspect import writer
 
 _POOL = "hiqcache.sglang.pool.RepresentationHostPool."
 
@@ -27,6 +34,9 @@ def register() -> None:
     if os.environ.get("HIQCACHE_PROBE"):
         HookRegistry.register(_POOL + "backup_from_device_all_layer", _backup, HookType.AROUND)
         HookRegistry.register(_POOL + "load_to_device_per_layer", _restore, HookType.AROUND)
+    if os.environ.get("HIQCACHE_PROBE_SLOW_DUMP"):
+        writer.CHUNK_BYTES = 1
+        HookRegistry.register("hiqcache.inspect.writer.SafetensorsWriter.write", _slow_write, HookType.AROUND)
 
 
 def _foreign_pool(original, *args, **kwargs):
@@ -43,7 +53,7 @@ def _foreign_pool(original, *args, **kwargs):
 
 def _write(**event) -> None:
     with open(os.environ["HIQCACHE_PROBE"], "a") as file:
-        file.write(json.dumps(event) + "\n")
+        file.write(json.dumps({"rank": get_parallel().tp_rank, **event}) + "\n")
 
 
 def _rows(pool, part):
@@ -67,6 +77,8 @@ def _backup(original, pool, device_pool, host_indices, device_indices, io_backen
     host = host_indices.cpu()
     pages = host[:: pool.page_size] // pool.page_size
     encoded = {}
+    if folder := os.environ.get("HIQCACHE_PROBE_ROWS"):
+        _save_rows(pathlib.Path(folder), pool, pages, device_indices)
     for part in Part:
         for layer, rows in enumerate(_rows(pool, part)):
             values = rows[device_indices].cpu().view(-1, pool.page_size, geometry.heads, geometry.dim(part))
@@ -82,6 +94,19 @@ def _backup(original, pool, device_pool, host_indices, device_indices, io_backen
         int((pool.arena.blocks(part)[layer][pages] != blocks).sum()) for (part, layer), blocks in encoded.items()
     )
     _write(event="backup", tokens=len(host), wrong_bytes=wrong, slots=[int(host.min()), int(host.max())])
+
+
+def _save_rows(folder, pool, pages, device_indices):
+    """Ids of the pages, and values `[layers, pages, page_size, heads, dim]` of each part."""
+    rows = {part.value: torch.stack([rows[device_indices].cpu() for rows in _rows(pool, part)]) for part in Part}
+    saved = {name: values.unflatten(1, (-1, pool.page_size)) for name, values in rows.items()}
+    number = len(list(folder.iterdir()))
+    torch.save({"pages": pages, **saved}, folder / f"{number:04}.pt")
+
+
+def _slow_write(original, writer, *arguments):
+    time.sleep(float(os.environ["HIQCACHE_PROBE_SLOW_DUMP"]))
+    original(writer, *arguments)
 
 
 def _restore(original, pool, device_pool, host_indices, device_indices, layer_id, io_backend, **options):
