@@ -1,6 +1,11 @@
 """How many tokens a host budget holds: SGLang's own arithmetic, which `HostKVCache.__init__` applies to a host pool."""
 
+from collections.abc import Callable
+
 from attrs import frozen
+
+from hiqcache import registry
+from hiqcache.geometry import HiqcacheError, KVGeometry, UnsupportedGeometry
 
 
 def tokens_of_size(gigabytes: int, bytes_per_token: int, page_size: int) -> int:
@@ -58,3 +63,25 @@ class Capacity:
     def saving(self) -> float:
         """Part of BF16's bytes that is saved, 0 to 1; negative where more are needed."""
         return 1 - self.bytes_per_token / self.bf16_bytes_per_token
+
+
+def capacities(geometry: KVGeometry, tokens: Callable[[int], int]) -> dict[str, Capacity | list[str]]:
+    """What each representation makes of a budget, or every reason why it cannot hold the model.
+
+    Args:
+        geometry: what one rank holds.
+        tokens: the budget, as a function: bytes per token -> tokens in L2.
+    """
+    return {name: _capacity(name, geometry, tokens) for name in registry.names()}
+
+
+def _capacity(name: str, geometry: KVGeometry, tokens: Callable[[int], int]) -> Capacity | list[str]:
+    try:
+        bytes_per_token = registry.get(name)(geometry).bytes_per_token()
+        return Capacity(bytes_per_token, geometry.device_bytes_per_token, tokens(bytes_per_token))
+    except UnsupportedGeometry as error:
+        return [str(violation) for violation in error.violations]
+    except HiqcacheError as error:
+        return [str(error)]
+    except Exception as error:  # a third party's class may raise anything
+        return [f"{type(error).__name__}: {error}"]

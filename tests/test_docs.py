@@ -21,7 +21,7 @@ from hiqcache.sglang import rules
 
 REPOSITORY = pathlib.Path(__file__).parents[1]
 DOCS = REPOSITORY / "docs"
-PAGES = ("design", "hicache-internals", "metrics", "sglang-integration", "writing-a-representation")
+PAGES = ("design", "doctor", "hicache-internals", "metrics", "sglang-integration", "writing-a-representation")
 
 
 def page(name: str) -> str:
@@ -121,7 +121,8 @@ def test_the_names_that_a_user_types_are_on_the_page():
     wanted = ("FLAG", "ALIAS", "ALLOW_UNTESTED", "TESTED_SGLANG")
     found = {
         ast.unparse(node.targets[0]): ast.literal_eval(node.value)
-        for node in parsed("hiqcache/sglang/choice.py").body
+        for path in ("hiqcache/sglang/choice.py", "hiqcache/sglang/versions.py")
+        for node in parsed(path).body
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in wanted
     }
     assert sorted(found) == sorted(wanted)

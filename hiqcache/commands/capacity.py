@@ -64,9 +64,9 @@ def command(
     tokens = _budget(hicache_size, hicache_ratio, device_tokens, page_size)
     geometry = geometry_of(config, layers, heads, head_dim, v_head_dim, tp_size, page_size)
 
-    from hiqcache import registry
+    from hiqcache.capacity import capacities
 
-    results = {name: _capacity(name, geometry, tokens) for name in registry.names()}
+    results = capacities(geometry, tokens)
     show = _print_json if as_json else _print_table
     show(geometry, results)
     if all(isinstance(result, list) for result in results.values()):
@@ -83,22 +83,6 @@ def _budget(size: int | None, ratio: float | None, device_tokens: int | None, pa
         case None, float(), int():
             return lambda _: tokens_of_ratio(ratio, device_tokens, page_size)
     raise click.UsageError("Give either --hicache-size, or --hicache-ratio together with --device-tokens.")
-
-
-def _capacity(name: str, geometry: "KVGeometry", tokens: Callable[[int], int]) -> "Capacity | list[str]":
-    from hiqcache import registry
-    from hiqcache.capacity import Capacity
-    from hiqcache.geometry import HiqcacheError, UnsupportedGeometry
-
-    try:
-        bytes_per_token = registry.get(name)(geometry).bytes_per_token()
-        return Capacity(bytes_per_token, geometry.device_bytes_per_token, tokens(bytes_per_token))
-    except UnsupportedGeometry as error:
-        return [str(violation) for violation in error.violations]
-    except HiqcacheError as error:
-        return [str(error)]
-    except Exception as error:  # a third party's class may raise anything
-        return [f"{type(error).__name__}: {error}"]
 
 
 def _print_table(geometry: "KVGeometry", results: "Results") -> None:

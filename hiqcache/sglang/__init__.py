@@ -7,4 +7,6 @@ pool.py      the host pool
 proof.py     what a scheduler reports, what the launcher demands
 metrics.py   the series on the metrics page
 cpu.py       SGLang on a machine with no NVIDIA driver
+doctor.py    what `hiqcache doctor` asks SGLang
+versions.py  SGLang's versions that were tested
 """
