@@ -21,7 +21,16 @@ from hiqcache.sglang import rules
 
 REPOSITORY = pathlib.Path(__file__).parents[1]
 DOCS = REPOSITORY / "docs"
-PAGES = ("design", "doctor", "hicache-internals", "metrics", "sglang-integration", "writing-a-representation")
+PAGES = (
+    "design",
+    "doctor",
+    "experiments",
+    "hicache-internals",
+    "metrics",
+    "reproducing",
+    "sglang-integration",
+    "writing-a-representation",
+)
 
 
 def page(name: str) -> str:

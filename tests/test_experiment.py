@@ -107,6 +107,16 @@ def test_only():
         experiment.keep(both, ["int7"])
 
 
+def test_the_arithmetic_on_the_page():
+    one, two = GEOMETRY, attrs.evolve(GEOMETRY, heads=4, tp_size=2)
+    sizes = [representation(geometry).bytes_per_token() for geometry in (one, two) for representation in (Bf16, Int8)]
+    assert sizes == [147_456, 82_944, 73_728, 46_080]
+    numbers = [*sizes, *(tokens_of_size(8, sizes[index], 1) for index in (0, 1, 3)), WORKLOAD.reusable_tokens]
+    numbers += [54_254 * size for size in sizes[:2]]
+    page = (SMOKE.parents[1] / "docs" / "experiments.md").read_text()
+    assert not [number for number in numbers if f"{number:,}" not in page]
+
+
 # -- counters --------------------------------------------------------------------------------------------------------
 
 
@@ -360,18 +370,18 @@ def test_a_small_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert answer.exit_code == 0, answer.output
 
     kept = json.loads((tmp_path / "experiment-equal-budget-small.json").read_text())
-    # 512 tokens of L1, 1.5 times as many in BF16's bytes, and a page: 2 x 4 layers x 384 or 256 bytes each.
+    # 256 tokens of L1, 1.5 times as many in BF16's bytes, and a page: 2 x 4 layers x 384 or 256 bytes each.
     sizes = {name: (one["l2_tokens"], one["bytes_per_token"]) for name, one in kept["servers"].items()}
-    assert sizes == {"bf16": (769, 3072), "int8": (1153, 2048)}
+    assert sizes == {"bf16": (385, 3072), "int8": (577, 2048)}
     bf16, int8 = kept["runs"]
     for run in (bf16, int8):
-        assert (run["completed"], run["prompt_tokens"]) == (27, 27 * (160 + 12))
+        assert (run["completed"], run["prompt_tokens"]) == (27, 27 * (80 + 8))
         assert run["restore_tokens"] >= run["from_l2_tokens"] > 0
         assert run["ttft_ms"]["answers"] == 27
     assert int8["from_l2_tokens"] > bf16["from_l2_tokens"], "L2 holds half as many again"
     raw = sorted((tmp_path / "runs").iterdir())
     assert [json.loads(path.read_text())["completed"] for path in raw] == [27, 27]
-    assert "| int8 | 512 | 1,153 | 2,048 | 2,361,344 |" in answer.output
+    assert "| int8 | 256 | 577 | 2,048 | 1,181,696 |" in answer.output
 
     (smoke,) = smoked
     assert smoke.returncode == 0, smoke.stdout + smoke.stderr

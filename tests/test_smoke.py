@@ -137,9 +137,8 @@ def test_pass():
     stand = Stand(info())
     answer = run(stand)
     assert answer.exit_code == 0, answer.output
-    assert (
-        "SGLang 0.5.23 keeps L2 as int8 (int8-v1): 2,048 bytes per token, 3,001 tokens; L1 holds 1,000" in answer.output
-    )
+    said = "SGLang 0.5.23 keeps L2 as int8 (int8-v1): 2,048 bytes per token, 3,001 tokens; L1 holds 1,000"
+    assert said in answer.output
     # Probes take an eighth of L1, in pages of 16, and one token.
     assert "PASS: 448 tokens of this tool's prompts came back from L2 as int8" in answer.output
     assert f"restored meanwhile: {stand.counts[RESTORE_TOKENS]:,} tokens, 2,048 bytes per token" in answer.output

@@ -213,8 +213,8 @@ def full_size() -> dict[str, Experiment]:
 
 def small_size(model: pathlib.Path) -> dict[str, Experiment]:
     """The experiments on a CPU. SGLang's own HiCache pins memory and needs a GPU; `bf16` takes its place."""
-    l1 = 512
-    workload = Workload(groups=9, prompts_per_group=3, prefix=160, question=12, output=4, concurrency=2)
+    l1 = 256
+    workload = Workload(groups=9, prompts_per_group=3, prefix=80, question=8, output=4, concurrency=2)
     geometry = geometry_from_config(model / "config.json", tp_size=1, page_size=PAGE_SIZE)
     size = {name: registry.get(name)(geometry).bytes_per_token() for name in ("bf16", "int8")}
 

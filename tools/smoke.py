@@ -131,12 +131,13 @@ def prompt(tokens: int) -> list[int]:
 
 def fill(client: Client, sizes: Sizes, tokens: int) -> None:
     """Push this many tokens out of L1."""
-    sent = 0
-    for tenth in range(1, 11):
-        while sent < tokens * tenth // 10:
-            client.generate([prompt(sizes.filler) for _ in range(2)])
-            sent += 2 * sizes.filler
-        click.echo(f"  {min(sent, tokens):,} of {tokens:,} tokens")
+    sent = tenths = 0
+    while sent < tokens:
+        client.generate([prompt(sizes.filler) for _ in range(2)])
+        sent += 2 * sizes.filler
+        if 10 * sent // tokens > tenths:
+            tenths = 10 * sent // tokens
+            click.echo(f"  {sent:,} of {tokens:,} tokens")
 
 
 def restore(client: Client, sizes: Sizes) -> int:
