@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
 import experiment
 import experiment_report
 from counters import RESTORE_TOKENS, metric
-from experiment import Clock, Configuration, Experiment, Refused, Result, Server, Workload
+from experiment import Broken, Clock, Configuration, Experiment, Refused, Result, Server, Workload
 from servers import QWEN3_8B, write_tokenizer
 
 SMOKE = Path(experiment.__file__).parent / "smoke.py"
@@ -182,7 +182,6 @@ def a_run(**more: Any) -> dict[str, Any]:
         "configuration": "int8",
         "repeat": 1,
         "workload": attrs.asdict(WORKLOAD),
-        "completed": 128,
         "prompt_tokens": 278_528,
         "from_l1_tokens": 20_000,
         "from_l2_tokens": 100_000,
@@ -200,7 +199,6 @@ def a_run(**more: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"completed": 120}, "120 of 128 requests were answered"),
         ({"restore_tokens": 0, "restore_bytes": 0}, "nothing was restored from L2"),
         (
             {"backup_bytes": 80_000 * 147_456},
@@ -236,7 +234,7 @@ def result(tmp_path: Path) -> Result:
     servers = {one.name: experiment.describe(one) for one in (server("no-l2"), BF16, INT8)}
     texts = {"hardware": "a GPU", "model": "a model", "versions": {"sglang": "0.5.23"}, "replaced": []}
     data = {"experiment": "equal-budget", **texts, "page_size": 1, "servers": servers}
-    return Result(tmp_path / "result.json", data | {"finished": False, "refused": None, "runs": []})
+    return Result(tmp_path / "result.json", data | {"finished": False, "refused": None, "broken": {}, "runs": []})
 
 
 def conduct(result: Result, tmp_path: Path, repeats: int = 3) -> None:
@@ -286,6 +284,40 @@ def test_what_is_measured_is_kept_when_time_is_up(result: Result, tmp_path: Path
     }
 
 
+def test_on_without_a_server_that_breaks(result: Result, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    measure_with(monkeypatch, [Broken("gone"), *[{}] * 6])
+    conduct(result, tmp_path)
+    kept = json.loads(result.path.read_text())
+    assert kept["finished"]
+    assert kept["broken"] == {"no-l2": "gone"}
+    assert [run["configuration"] for run in kept["runs"]] == ["bf16", "int8", "int8", "bf16", "bf16", "int8"]
+    assert {name: len(runs) for name, runs in experiment_report.compared(kept)[65_536].items()} == {
+        "bf16": 3,
+        "int8": 3,
+    }
+    lines = experiment_report.markdown(kept).splitlines()
+    assert "Left out: no-l2, which broke." in lines
+    assert "| hit rate | 43.1% | 43.1% |" in lines
+
+
+def test_one_server_is_not_compared(result: Result, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    measure_with(monkeypatch, [{}, Broken("gone"), {}])
+    with pytest.raises(Refused, match="comparing takes two"):
+        conduct(result, tmp_path)
+    assert not json.loads(result.path.read_text())["finished"]
+
+
+def test_unanswered_requests_break_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    bench = {"completed": 120, "errors": ["", "out of memory"]}
+    monkeypatch.setattr(experiment, "bench_serving", lambda *_: bench)
+    monkeypatch.setattr(experiment, "counters", lambda _: {})
+    monkeypatch.setattr(experiment, "SETTLING_SECONDS", 0)
+    answering = server("int8", l2=96_451)
+    answering.http = SimpleNamespace(url="http://nowhere", flush=lambda: None)  # type: ignore[assignment]
+    with pytest.raises(Broken, match="120 of 128 requests were answered; out of memory"):
+        experiment.measure(answering, WORKLOAD, 1, tmp_path, 10)
+
+
 def test_a_refusal_is_in_the_file_and_ends_the_report(result: Result, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     measure_with(monkeypatch, [{}, {"restore_tokens": 0, "restore_bytes": 0}])
     with pytest.raises(Refused):
@@ -312,7 +344,7 @@ def test_a_benchmark_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.Mon
         raise SystemExit(2)
 
     monkeypatch.setattr(experiment, "_bench_serving", fail)
-    with pytest.raises(Refused, match="ended with status 2: no such option"):
+    with pytest.raises(Broken, match="ended with status 2: no such option"):
         experiment.bench_serving([], tmp_path, 10)
 
 
@@ -375,7 +407,7 @@ def test_a_small_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert sizes == {"bf16": (385, 3072), "int8": (577, 2048)}
     bf16, int8 = kept["runs"]
     for run in (bf16, int8):
-        assert (run["completed"], run["prompt_tokens"]) == (27, 27 * (80 + 8))
+        assert run["prompt_tokens"] == 27 * (80 + 8)
         assert run["restore_tokens"] >= run["from_l2_tokens"] > 0
         assert run["ttft_ms"]["answers"] == 27
     assert int8["from_l2_tokens"] > bf16["from_l2_tokens"], "L2 holds half as many again"

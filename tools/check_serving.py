@@ -98,7 +98,9 @@ def run(case: Case, model: pathlib.Path, probe: pathlib.Path, scratch: pathlib.P
     file, port = scratch / f"{name}.jsonl", free_port()
     words = ["--skip-tokenizer-init", "--load-format", "dummy", "--context-length", "4096", "--enable-metrics"]
     words += ["--enable-hierarchical-cache", "--hicache-mem-layout", case.layout, *case.sizing]
-    words += ["--hicache-representation", case.representation, "--tp-size", str(case.tp_size)]
+    words += ["--hicache-representation", case.representation]
+    if case.tp_size > 1:  # with NCCL alone, which is there wherever two GPUs are
+        words += ["--tp-size", str(case.tp_size), "--disable-custom-all-reduce"]
     command = launch(model, port, l1_tokens=case.l1_tokens, page_size=case.page_size, memory=0.12, arguments=words)
     variables = environment(HIQCACHE_PROBE=file)
     variables["PYTHONPATH"] = f"{variables.get('PYTHONPATH', '')}:{probe}"

@@ -67,6 +67,10 @@ class Refused(click.ClickException):
     """There is nothing to compare; the text says why."""
 
 
+class Broken(Exception):
+    """A server did not answer as it should; the others may be compared without it."""
+
+
 @frozen
 class Configuration:
     """A server to compare.
@@ -286,8 +290,6 @@ def check_run(run: dict[str, Any], server: Server, workload: Workload) -> None:
         Refused: the run says nothing about L2.
     """
     where = f"{run['experiment']}: {server.name}, repeat {run['repeat']}"
-    if run["completed"] != workload.requests:
-        raise Refused(f"{where}: {run['completed']} of {workload.requests} requests were answered")
     # A working set that L1 holds, as a crossover may begin with, moves nothing.
     if server.configuration.has_l2 and workload.reusable_tokens > server.l1_tokens and not run["restore_tokens"]:
         raise Refused(f"{where}: nothing was restored from L2, so there is nothing to compare")
@@ -367,7 +369,7 @@ def bench_serving(options: Sequence[str], scratch: pathlib.Path, seconds: float)
 
     Raises:
         TimeoutError: it was not done in time.
-        Refused: it failed; the text is the end of what it printed.
+        Broken: it failed; the text is the end of what it printed.
     """
     result, log = scratch / "result.jsonl", scratch / "bench.log"
     result.unlink(missing_ok=True)
@@ -381,7 +383,7 @@ def bench_serving(options: Sequence[str], scratch: pathlib.Path, seconds: float)
         process.join()
         raise TimeoutError
     if process.exitcode or not result.exists():
-        raise Refused(f"bench_serving ended with status {process.exitcode}: {log.read_text()[-2000:]}")
+        raise Broken(f"bench_serving ended with status {process.exitcode}: {log.read_text()[-2000:]}")
     return json.loads(result.read_text())
 
 
@@ -405,21 +407,31 @@ def counters(server: Server) -> dict[str, float]:
 
 
 def measure(server: Server, workload: Workload, seed: int, scratch: pathlib.Path, seconds: float) -> dict[str, Any]:
-    """One run on an empty cache."""
+    """One run on an empty cache.
+
+    Raises:
+        TimeoutError: it was not done in time.
+        Broken: requests were not answered.
+    """
     options = ["--backend", "sglang", "--base-url", server.http.url, *workload.options(seed), "--cache-report"]
     options += ["--warmup-requests", "0", "--disable-tqdm", "--output-details"]
-    server.http.flush()
-    before = counters(server)
-    bench = bench_serving(options, scratch, seconds)
-    time.sleep(SETTLING_SECONDS)
-    after = counters(server)
+    try:
+        server.http.flush()
+        before = counters(server)
+        bench = bench_serving(options, scratch, seconds)
+        time.sleep(SETTLING_SECONDS)
+        after = counters(server)
+    except requests.RequestException as error:
+        raise Broken(str(error)) from error
+    if bench["completed"] != workload.requests:
+        (error, *_) = filter(None, bench["errors"])
+        raise Broken(f"{bench['completed']} of {workload.requests} requests were answered; {error}")
     hits = bench["cache_report"]
     # An answer without text has no first token for the benchmark; with a real tokenizer's half characters that happens.
     first = [1e3 * value for value in bench["ttfts"] if value]
     return {
         **{field: int(after[field] - before[field]) for field in COUNTERS},
         "l2_used_tokens": int(after["l2_used_tokens"]),
-        "completed": bench["completed"],
         "seconds": bench["duration"],
         "prompt_tokens": hits["total_prompt_tokens"],
         "from_l1_tokens": hits["device_cached_tokens"] or 0,
@@ -437,6 +449,7 @@ def warm(server: Server, workload: Workload, scratch: pathlib.Path, clock: Clock
 
     Raises:
         Refused: time is up before anything was measured.
+        Broken: requests were not answered.
     """
     less = evolve(workload, groups=2 * server.l1_tokens // workload.prefix + 1, prompts_per_group=2)
     try:
@@ -486,24 +499,31 @@ def conduct(
     clock: Clock,
     runs_dir: pathlib.Path | None = None,
 ) -> None:
-    """All runs of an experiment, in turns, as far as time allows.
+    """All runs of an experiment, in turns, as far as time allows; on without a server that breaks.
 
     Raises:
         Refused: there is nothing to compare; the result says so too.
     """
     try:
         check_servers(experiment, servers)
-        order = list(servers)
+        workloads, order = points(experiment, servers), list(servers)
         for repeat in range(1, repeats + 1):
-            for workload in points(experiment, servers):
-                for server in order:
+            for workload in workloads:
+                for server in list(order):
                     run = {
                         "experiment": experiment.name,
                         "configuration": server.name,
                         "repeat": repeat,
                         "workload": asdict(workload),
                     }
-                    run |= measure(server, workload, repeat, scratch, clock.left())
+                    try:
+                        run |= measure(server, workload, repeat, scratch, clock.left())
+                    except Broken as error:
+                        clock.say(f"{experiment.name}: on without {server.name}: {error}")
+                        result.data["broken"][server.name] = str(error)
+                        order.remove(server)
+                        check_servers(experiment, order)
+                        continue
                     bench = run.pop("bench")
                     result.add(run)
                     if runs_dir:
@@ -581,9 +601,14 @@ def run(
         with serve(configurations, model, scratch, (*weights, *context)) as (servers, failed):
             for name, reason in failed.items():
                 clock.say(f"{name} did not start: {reason}")
-            for server in servers:
-                warm(server, experiments[0].workload, scratch, clock)
-            problems = [f"{name} did not start" for name in failed]
+            for server in list(servers):
+                try:
+                    warm(server, experiments[0].workload, scratch, clock)
+                except Broken as error:
+                    clock.say(f"{server.name}: {error}")
+                    failed[server.name] = str(error)
+                    servers.remove(server)
+            problems = [f"{name} could not be measured" for name in failed]
             for experiment in experiments:
                 part = [server for server in servers if server.configuration in experiment.configurations]
                 data = {
@@ -594,11 +619,13 @@ def run(
                     "servers": {server.name: describe(server) for server in part},
                     "finished": False,
                     "refused": None,
+                    "broken": {},
                     "runs": [],
                 }
                 result = Result(out / f"experiment-{experiment.name}{'-small' if small else ''}.json", data)
                 try:
                     conduct(experiment, part, result, repeats, scratch, clock, runs_dir)
+                    problems += [f"{experiment.name}: {name} broke" for name in data["broken"]]
                     click.echo(experiment_report.markdown(data))
                 except Refused as error:
                     problems.append(error.message)

@@ -42,15 +42,21 @@ def line(run: Run) -> str:
 
 
 def compared(data: dict[str, Any]) -> dict[int, dict[str, list[Run]]]:
-    """Working set -> configuration -> its runs, of the repeats that every configuration finished."""
+    """Working set -> configuration -> its runs, of the repeats that every configuration finished.
+
+    A configuration whose server broke is left out.
+    """
     found: dict[tuple[int, int], list[Run]] = defaultdict(list)
     for run in data["runs"]:
         found[reusable(run), run["repeat"]].append(run)
     sets: dict[int, dict[str, list[Run]]] = {}
+    names = [name for name in data["servers"] if name not in data["broken"]]
     for (size, _), runs in sorted(found.items()):
-        if {run["configuration"] for run in runs} == set(data["servers"]):
+        if {run["configuration"] for run in runs} >= set(names):
+            each = sets.setdefault(size, {name: [] for name in names})
             for run in runs:
-                sets.setdefault(size, {name: [] for name in data["servers"]})[run["configuration"]].append(run)
+                if run["configuration"] in each:
+                    each[run["configuration"]].append(run)
     return sets
 
 
@@ -77,6 +83,7 @@ def markdown(data: dict[str, Any]) -> str:
         f"{data['hardware']}; {data['model']}; page size {data['page_size']}; medians of {repeats}, ranges in "
         f"parentheses; {', '.join(f'{name} {version}' for name, version in data['versions'].items())}.",
         *(f"Not SGLang's own there: {part}." for part in data["replaced"]),
+        *(f"Left out: {name}, which broke." for name in data["broken"]),
         capacity_table(data),
     ]
     if len(sets) == 1:
@@ -92,7 +99,7 @@ def markdown(data: dict[str, Any]) -> str:
         text.append(table(titles, rows))
     else:
         columns = [column for column in COLUMNS if column[0] in SWEPT]
-        titles = ["reusable tokens", *(f"{title}, {name}" for title, *_ in columns for name in data["servers"])]
+        titles = ["reusable tokens", *(f"{title}, {name}" for title, *_ in columns for name in any_set)]
         rows = [
             [f"{size:,}", *(spread(runs[name], value, form) for _, value, form in columns for name in runs)]
             for size, runs in sets.items()
@@ -116,10 +123,11 @@ def plot(data: dict[str, Any], path: pathlib.Path) -> None:
     import matplotlib.pyplot as plt
 
     sets = compared(data)
+    names = list(next(iter(sets.values())))
     shown = [column for column in COLUMNS if column[0] in (PLOTTED if len(sets) == 1 else SWEPT)]
     figure, every = plt.subplots(1, len(shown), figsize=(4.2 * len(shown), 3.6), layout="constrained", squeeze=False)
     for axes, (title, value, _) in zip(every[0], shown, strict=True):
-        for index, name in enumerate(data["servers"]):
+        for index, name in enumerate(names):
             points = [[value(run) for run in runs[name]] for runs in sets.values()]
             middle = [statistics.median(values) for values in points]
             errors = [
@@ -134,7 +142,7 @@ def plot(data: dict[str, Any], path: pathlib.Path) -> None:
         axes.set(title=title)
         axes.set_ylim(bottom=0)
         if len(sets) == 1:
-            axes.set_xticks(range(len(data["servers"])), list(data["servers"]), rotation=30)
+            axes.set_xticks(range(len(names)), names, rotation=30)
         else:
             axes.set(xlabel="reusable tokens; dotted: each L2")
             axes.legend()
