@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -48,13 +49,21 @@ def test_the_copy_engine_is_given_one_run_for_each_page_and_part(to_host, monkey
     from hiqcache.transfer import movers
 
     given = []
-    monkeypatch.setattr(movers, "copy_batch", lambda *arguments: given.append(arguments))
-    case = Case.build("int8", "page_first", (8, 128), 4, device="cpu")
-    mover = movers.CopyEngineMover(case.arena, page_size=4)
-    staging, shape = torch.empty(1 << 20, dtype=torch.uint8), case.arena.shape
-    mover.move(mover.locate(case.host)[1:4], range(2, 5), to_host, staging, 7)
 
-    [(copies, stream, direction)] = given
+    class Recorder:
+        def __init__(self, device, to_host):
+            self.to_host = to_host
+
+        def copy(self, copies, stream):
+            given.append((copies, stream, self.to_host))
+
+    monkeypatch.setattr(movers, "CopyEngine", Recorder)
+    case = Case.build("int8", "page_first", (8, 128), 4, device="cpu")
+    mover = movers.CopyEngineMover(case.arena, 4, torch.device("cuda"))
+    staging, shape, stream = torch.empty(1 << 20, dtype=torch.uint8), case.arena.shape, Mock()
+    mover.move(mover.locate(case.host)[1:4], range(2, 5), to_host, staging, stream)
+
+    [(copies, on, direction)] = given
     far, near, size = copies if to_host else copies[[1, 0, 2]]
     run, pages = 3 * 4 * 1152, case.host[4:16:4] // 4
     expected = {
@@ -62,7 +71,7 @@ def test_the_copy_engine_is_given_one_run_for_each_page_and_part(to_host, monkey
         for place, (part, page) in enumerate(itertools.product(Part, pages.tolist()))
     }
     assert set(zip(far.tolist(), near.tolist(), size.tolist(), strict=True)) == expected
-    assert (stream, direction) == (7, to_host)
+    assert (on, direction) == (stream, to_host)
 
 
 @define
@@ -155,15 +164,14 @@ def test_bytes_and_rows_are_those_of_the_reference_codec(name, shape, page_size,
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("road", ROADS[:2])
-@pytest.mark.parametrize(("lane_pages", "chunk_pages"), [(7, 1), (2, 100), (1, 1)])
-def test_a_transfer_larger_than_its_staging_is_split(lane_pages, chunk_pages, road, monkeypatch):
+@pytest.mark.parametrize(("lane_pages", "first_pages"), [(7, 1), (2, 100), (1, 1)])
+def test_a_transfer_larger_than_its_staging_is_split(lane_pages, first_pages, road, monkeypatch):
     from hiqcache.transfer import cuda
 
     case = Case.build("int8", "page_first", (8, 128), 16, pages=11)
     page_bytes = case.representation.bytes_per_token() * 16
     monkeypatch.setattr(cuda, "LANE_BYTES", lane_pages * page_bytes)
-    monkeypatch.setattr(cuda, "CHUNK_BYTES", chunk_pages * page_bytes)
-    monkeypatch.setattr(cuda, "FIRST_BYTES", 1)
+    monkeypatch.setattr(cuda, "FIRST_BYTES", first_pages * page_bytes)
     transfer = cuda_transfer(case, road, monkeypatch)
     assert transfer.staging_bytes == 2 * lane_pages * page_bytes
     for _ in range(3):

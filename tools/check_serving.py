@@ -21,13 +21,14 @@ from typing import Any
 
 import click
 import requests
-from attrs import asdict, frozen
+from attrs import asdict, evolve, frozen
 from counters import BACKUP_BYTES, BACKUP_TOKENS, L2_TOKENS, RESTORE_BYTES, RESTORE_TOKENS, metric
 from servers import launch, provenance
 from serving import PROBE, environment, events, free_port, http, pip_install
 
 VOCABULARY = 4096
 LAYERS = 36
+ANSWER_TOKENS = 32
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -54,6 +55,12 @@ class Case:
     sizing: tuple[str, str]
     tp_size: int = 1
     l1_tokens: int = 8192
+    cuda_graphs: bool = True
+
+    @property
+    def name(self) -> str:
+        graphs = "" if self.cuda_graphs else "-no-cuda-graphs"
+        return f"{self.representation}-{self.page_size}-{self.layout}{graphs}"
 
     @property
     def bytes_per_token(self) -> int:
@@ -79,6 +86,7 @@ CASES = {
     1: (
         Case("int8", 1, "page_first", ("--hicache-size", "8")),
         Case("int8", 64, "page_first", ("--hicache-ratio", "3")),
+        Case("int8", 64, "page_first", ("--hicache-ratio", "3"), cuda_graphs=False),
         Case("int8", 1, "layer_first", ("--hicache-ratio", "3")),
         Case("int8", 64, "layer_first", ("--hicache-ratio", "3")),
         Case("bf16", 64, "page_first", ("--hicache-ratio", "3")),
@@ -94,28 +102,29 @@ CASES = {
 
 def run(case: Case, model: pathlib.Path, probe: pathlib.Path, scratch: pathlib.Path) -> dict[str, Any]:
     """Serve, fill, evict, restore; what was seen."""
-    name = f"{case.representation}-{case.page_size}-{case.layout}"
-    file, port = scratch / f"{name}.jsonl", free_port()
+    file, port = scratch / f"{case.name}.jsonl", free_port()
     words = ["--skip-tokenizer-init", "--load-format", "dummy", "--context-length", "4096", "--enable-metrics"]
     words += ["--enable-hierarchical-cache", "--hicache-mem-layout", case.layout, *case.sizing]
     words += ["--hicache-representation", case.representation]
     if case.tp_size > 1:  # with NCCL alone, which is there wherever two GPUs are
         words += ["--tp-size", str(case.tp_size), "--disable-custom-all-reduce"]
+    words += [] if case.cuda_graphs else ["--disable-cuda-graph"]
     command = launch(model, port, l1_tokens=case.l1_tokens, page_size=case.page_size, memory=0.12, arguments=words)
     variables = environment(HIQCACHE_PROBE=file)
     variables["PYTHONPATH"] = f"{variables.get('PYTHONPATH', '')}:{probe}"
     rng = random.Random(0)
     prompts = [[rng.randrange(10, VOCABULARY) for _ in range(1500 + 7 * number)] for number in range(8)]
-    with http(command, scratch / f"{name}.log", port, variables) as server:
+    with http(command, scratch / f"{case.name}.log", port, variables) as server:
         for prompt in prompts:
             server.generate([prompt])
-        restored = [server.generate([prompt])[0] for prompt in prompts[:4]]
+        restored = [server.generate([prompt], ANSWER_TOKENS)[0] for prompt in prompts[:4]]
         page = requests.get(f"{server.url}/metrics", timeout=30).text
         (report,) = server.info()["hiqcache"]
     ranks = [checked(events(file), rank) for rank in range(case.tp_size)]
     found = {
         **asdict(case),
         "report": report,
+        "answers": [answer.tokens for answer in restored],
         "restored_tokens": [answer.from_host for answer in restored],
         "ranks": ranks,
         "host_total_tokens": metric(page, L2_TOKENS),
@@ -165,16 +174,24 @@ def main(out: pathlib.Path, tp: str) -> None:
 
         with ThreadPoolExecutor(len(cases)) as pool:
             found = list(pool.map(attempt, cases))
+    answers = {case: seen.get("answers") for case, seen in zip(cases, found, strict=True)}
+    same_answers = all(
+        answers[case] is not None and answers[case] == answers[evolve(case, cuda_graphs=True)]
+        for case in cases
+        if not case.cuda_graphs
+    )
     result = {
         "what": "bytes backed up and restored by real SGLang servers against the reference codec",
         **provenance(shlex.join(["python", "tools/check_serving.py", *sys.argv[1:]])),
+        "same_answers_with_and_without_cuda_graphs": same_answers,
         "cases": found,
     }
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(result, indent=1) + "\n")
     for case in found:
         click.echo(json.dumps(case))
-    sys.exit(0 if all(case["passed"] for case in found) else 1)
+    click.echo(f"same answers with and without CUDA graphs: {same_answers}")
+    sys.exit(0 if same_answers and all(case["passed"] for case in found) else 1)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,6 @@ import numpy as np
 import torch
 from attrs import define, frozen
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -234,39 +233,69 @@ def plot(result: dict[str, Any], path: pathlib.Path) -> None:
 @click.option("--plot", "picture", type=click.Path(path_type=pathlib.Path), help="SVG or PNG file to write.")
 @click.option("--repeats", default=3, show_default=True, help="Rounds of every measurement.")
 def main(out: pathlib.Path, picture: pathlib.Path | None, repeats: int) -> None:
-    console = Console(stderr=True)
+    began = time.monotonic()
+
+    def progress(text: str) -> None:
+        click.echo(f"{time.monotonic() - began:5.0f} s  {text}", err=True)
+
     with contextlib.ExitStack() as stack:
         scratch = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
         model = scratch / "model"
         model.mkdir()
         (model / "config.json").write_text(json.dumps(QWEN3_8B))
-        with console.status("starting servers"), ThreadPoolExecutor() as pool:
+        progress("starting servers, 90 s")
+        with ThreadPoolExecutor() as pool:
             started = pool.map(lambda name: start(name, model, scratch, stack), CONFIGURATIONS)
             servers = dict(zip(CONFIGURATIONS, started, strict=True))
         order = list(servers.values())
-        for round_ in track(range(repeats + 1), "measuring", console=console):  # the first round warms up
+        for round_ in range(repeats + 1):
             for tokens in PROMPTS:
+                progress(
+                    f"round {round_} of {repeats}{'' if round_ else ', to warm up'}: time to first of {tokens} tokens"
+                )
                 for server in order:
                     asyncio.run(measure_ttft(server, tokens, keep=False))
                     asyncio.run(measure_ttft(server, tokens, keep=round_ > 0))
+            progress(f"round {round_} of {repeats}: inter-token latency")
             for server in order:
                 asyncio.run(measure_gaps(server, round_))
                 if round_ == 0:
                     server.gaps.clear()
             order.append(order.pop(0))
-        result = {
-            "what": "time to first token after a restore from L2, and inter-token latency beside restores",
-            "command": f"python tools/serving_latency.py --repeats {repeats}",
-            "hardware": torch.cuda.get_device_name(),
-            "versions": {name: importlib.metadata.version(name) for name in ("hiqcache", "sglang", "torch", "triton")},
-            "servers": {name: summary(server) for name, server in servers.items()},
-        }
+            if round_ > 0:
+                write(report(servers, round_), out, picture)
+    show(report(servers, repeats))
+
+
+def report(servers: dict[str, Server], repeats: int) -> dict[str, Any]:
+    """What goes to the file."""
+    return {
+        "what": "time to first token after a restore from L2, and inter-token latency beside restores",
+        "command": f"python tools/serving_latency.py --repeats {repeats}",
+        "hardware": torch.cuda.get_device_name(),
+        "versions": {name: importlib.metadata.version(name) for name in ("hiqcache", "sglang", "torch", "triton")},
+        "settings": {
+            "page_size": PAGE_SIZE,
+            "l1_tokens": L1_TOKENS,
+            "decoding": DECODING,
+            "arrivals_per_s": RATE,
+            "seconds": SECONDS,
+        },
+        "servers": {name: summary(server) for name, server in servers.items()},
+    }
+
+
+def write(result: dict[str, Any], out: pathlib.Path, picture: pathlib.Path | None) -> None:
+    """The file and the plot, after every round: whoever runs out of time keeps what was measured."""
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(result, indent=1) + "\n")
     if picture:
         plot(result, picture)
 
-    table = Table("", *servers)
+
+def show(result: dict[str, Any]) -> None:
+    """A table, beside stock."""
+    table = Table("", *result["servers"])
     stock = result["servers"]["stock"]
     for tokens in map(str, PROMPTS):
         row = [data["ttft_ms"][tokens]["median"] for data in result["servers"].values()]

@@ -35,19 +35,23 @@ class BlockCodec:
         launches = ((Part.K, Part.V),) if alike else ((Part.K,), (Part.V,))
         self._launches = [_Launch(representation, rows, parts) for parts in launches]
 
-    def encode(self, slots: torch.Tensor, layers: range, staging: torch.Tensor, stream: int | None) -> None:
+    def encode(
+        self, slots: torch.Tensor, layers: range, staging: torch.Tensor, stream: torch.cuda.Stream | None
+    ) -> None:
         """Enqueue rows to blocks.
 
         Args:
             slots: `[pages, page_size]` int64 on the device.
             layers: neighbouring layers.
             staging: uint8 on the device, as large as the blocks or larger.
-            stream: handle of a CUDA stream.
+            stream: to enqueue on; None: the current one, once, to compile.
         """
         for launch, part_staging in self._placed(slots, layers, staging):
             launch(launch.encode, slots, layers, part_staging, stream)
 
-    def decode(self, slots: torch.Tensor, layers: range, staging: torch.Tensor, stream: int | None) -> None:
+    def decode(
+        self, slots: torch.Tensor, layers: range, staging: torch.Tensor, stream: torch.cuda.Stream | None
+    ) -> None:
         """Enqueue blocks to rows, the arguments as for `encode`."""
         for launch, part_staging in self._placed(slots, layers, staging):
             launch(launch.decode, slots, layers, part_staging, stream)
@@ -88,7 +92,12 @@ class _Launch:
         self.decode = Launcher(decode_blocks, 4, DECODE=tiles.decode, SECTIONS=sections, **shape)
 
     def __call__(
-        self, kernel: Launcher, slots: torch.Tensor, layers: range, staging: torch.Tensor, stream: int | None
+        self,
+        kernel: Launcher,
+        slots: torch.Tensor,
+        layers: range,
+        staging: torch.Tensor,
+        stream: torch.cuda.Stream | None,
     ) -> None:
         grid = (max(1, -(-slots.numel() * self._heads // ROWS)), len(layers), self._parts)
         kernel(grid, stream, self._table, slots, staging, len(slots), len(layers), layers.start, self._table.shape[1])

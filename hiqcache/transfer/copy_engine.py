@@ -1,6 +1,7 @@
-"""Many asynchronous copies between pinned memory and the GPU in one driver call (`cuMemcpyBatchAsync`).
+"""Many asynchronous copies between pinned memory and the GPU by few driver calls (`cuMemcpyBatchAsync`).
 
-One call for each copy costs the host 3 microseconds and the copy engine its lead; PyTorch binds no batched copy.
+One call for each copy costs the host 3 microseconds and the copy engine its lead; PyTorch binds no batched copy. A
+batch leaves the link idle for 0.4 microseconds after each copy, which a second one beside it fills.
 """
 
 import ctypes
@@ -49,18 +50,42 @@ def available() -> bool:
     return _copy_function() is not None
 
 
-def copy_batch(copies: np.ndarray, stream: int | None, to_host: bool) -> None:
-    """Enqueue copies, in any order among themselves.
+class CopyEngine:
+    """One direction's copies, on the caller's stream and one beside it.
 
     Args:
-        copies: `[3, n]` int64, contiguous: destinations, sources, sizes in bytes. One side is pinned host memory, and
-            each copy stays within one registration of it.
-        stream: handle of a CUDA stream on the current device, not the legacy default one, which the driver refuses.
+        device: the GPU.
         to_host: whether the destinations are the host's side.
-
-    Raises:
-        RuntimeError: the driver refused.
     """
+
+    def __init__(self, device: torch.device, to_host: bool):
+        self._to_host = to_host
+        self._beside = torch.cuda.Stream(device)
+        self._begin, self._end = torch.cuda.Event(), torch.cuda.Event()
+
+    def copy(self, copies: np.ndarray, stream: torch.cuda.Stream) -> None:
+        """Enqueue copies, in any order among themselves.
+
+        Args:
+            copies: `[3, n]` int64, contiguous: destinations, sources, sizes in bytes. One side is pinned host memory,
+                and each copy stays within one registration of it.
+            stream: on the current device, not the legacy default one, which the driver refuses. What is enqueued on it
+                later waits for all copies.
+
+        Raises:
+            RuntimeError: the driver refused.
+        """
+        half = (copies.shape[1] + 1) // 2
+        self._begin.record(stream)
+        _copy_batch(copies[:, :half], stream, self._to_host)
+        if half < copies.shape[1]:
+            self._beside.wait_event(self._begin)
+            _copy_batch(copies[:, half:], self._beside, self._to_host)
+            self._end.record(self._beside)
+            stream.wait_event(self._end)
+
+
+def _copy_batch(copies: np.ndarray, stream: torch.cuda.Stream, to_host: bool) -> None:
     count, address = copies.shape[1], copies.ctypes.data
     attributes, first, failed = _attributes(torch.cuda.current_device(), to_host), ctypes.c_size_t(), ctypes.c_size_t()
     code = _copy_function()(
@@ -70,7 +95,7 @@ def copy_batch(copies: np.ndarray, stream: int | None, to_host: bool) -> None:
         ctypes.addressof(first),
         1,
         ctypes.addressof(failed),
-        stream,
+        stream.cuda_stream,
     )
     if code:
         raise RuntimeError(f"cuMemcpyBatchAsync failed with CUDA error {code} at copy {failed.value} of {count}")

@@ -28,16 +28,18 @@ from hiqcache.transfer.movers import CopyEngineMover, KernelMover, Mover
 
 LANE_BYTES = 64 << 20
 """Staging of one direction, where the caller brings none."""
-CHUNK_BYTES = 16 << 20
-"""Encoded bytes that a backup moves at a time: 0.3 ms of the link, against 0.1 ms of Python to enqueue them."""
 FIRST_BYTES = 8 << 20
-"""Encoded bytes that a restore begins with, or more where few layers at a time would starve the link."""
+"""Encoded bytes that a transfer begins with, or more where few layers at a time would starve the link."""
 GROWTH = 2
-"""How many times more layers each group of a restore has than the one before it."""
+"""How many times larger each chunk of a transfer is than the one before it.
+
+What begins small begins early: the link under a backup, SGLang's first layers under a restore. What grows is enqueued
+by few calls, and moves in long runs.
+"""
 
 
-Step = Callable[[torch.Tensor, int], None]
-"""Enqueues work on some staging, on the stream with a handle."""
+Step = Callable[[torch.Tensor, torch.cuda.Stream], None]
+"""Enqueues work on some staging, on a stream."""
 
 
 def obstacle(representation: HostRepresentation) -> str | None:
@@ -92,7 +94,7 @@ class CudaTransfer(Transfer):
         self._kernel_mover = KernelMover(arena, self._page_size, self._device)
         self._mover: Mover = self._kernel_mover
         if copy_engine.available() and CopyEngineMover.pays(arena.shape):
-            self._mover = CopyEngineMover(arena, self._page_size)
+            self._mover = CopyEngineMover(arena, self._page_size, self._device)
 
         given = [tensor.view(torch.uint8).view(-1) for tensor in staging if tensor.nbytes >= LANE_BYTES]
         own = [torch.empty(LANE_BYTES, dtype=torch.uint8, device=self._device) for _ in range(2 - len(given))]
@@ -122,7 +124,7 @@ class CudaTransfer(Transfer):
         step = min(self._layers, lane.capacity // self._layer_bytes)
         for first in range(0, self._layers, step):
             layers = range(first, min(first + step, self._layers))
-            for span in self._spans(len(slots), layers, min(lane.capacity, CHUNK_BYTES)):
+            for span in self._growing_spans(len(slots), layers, lane.capacity):
                 encode = partial(self._timed, self.encode_clock, self._codec.encode, slots[span], layers)
                 move = partial(mover.move, pages[span], layers, True)
                 lane.relay(current, encode, lane.stream, move)
@@ -181,6 +183,15 @@ class CudaTransfer(Transfer):
         step = _ceil_div(pages, max(1, _ceil_div(pages, most)))
         return (slice(start, start + step) for start in range(0, pages, max(1, step)))
 
+    def _growing_spans(self, pages: int, layers: range, limit: int) -> Iterator[slice]:
+        """Slices of `pages`, the first of about `FIRST_BYTES`, each longer than the last; `limit` as for `_spans`."""
+        page_bytes = len(layers) * self._layer_bytes
+        start, size = 0, max(1, FIRST_BYTES // page_bytes)
+        while start < pages:
+            size = min(size, max(1, limit // page_bytes))
+            yield slice(start, start + size)
+            start, size = start + size, size * GROWTH
+
     def _warm_up(self) -> None:
         """Compile and load every kernel, with nothing to do: their variants do not depend on a transfer's size."""
         none, layers = self._restoring.slots, range(1)
@@ -219,10 +230,10 @@ class _Lane:
         self._turn ^= 1
         half, filled, emptied = self.halves[self._turn], self._filled[self._turn], self._emptied[self._turn]
         filler.wait_event(emptied)
-        fill(half, filler.cuda_stream)
+        fill(half, filler)
         filled.record(filler)
         emptier.wait_event(filled)
-        empty(half, emptier.cuda_stream)
+        empty(half, emptier)
         emptied.record(emptier)
 
 

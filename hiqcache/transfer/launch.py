@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import torch
+
 
 class Launcher:
     """A kernel bound to its constants; after the first call, launches skip Triton's search for the right variant.
@@ -20,9 +22,9 @@ class Launcher:
         self._constants = [constants[name] for name in kernel.arg_names if name in constants]
         self._compiled: Any = None
 
-    def __call__(self, grid: tuple[int, int, int], stream: int | None, *args: object) -> None:
-        """Launch on a CUDA stream's handle; the first call compiles, and launches on the current stream."""
+    def __call__(self, grid: tuple[int, int, int], stream: torch.cuda.Stream | None, *args: object) -> None:
+        """Launch on a stream; the first call compiles, and launches on the current stream."""
         if self._compiled is None:
             self._compiled = self._kernel[grid](*args, **self._options)  # None in Triton's interpreter
         else:
-            self._compiled[grid](*args, *self._constants, stream=stream)
+            self._compiled[grid](*args, *self._constants, stream=stream and stream.cuda_stream)

@@ -11,7 +11,7 @@ import torch
 
 from hiqcache.arena import ArenaShape, HostArena
 from hiqcache.geometry import Part
-from hiqcache.transfer.copy_engine import copy_batch
+from hiqcache.transfer.copy_engine import CopyEngine
 from hiqcache.transfer.eager import device_alias
 from hiqcache.transfer.kernels import LINE_BYTES, WORD_BYTES, move_blocks
 from hiqcache.transfer.launch import Launcher
@@ -43,7 +43,9 @@ class Mover(abc.ABC):
         """The pages of host slots `[pages * page_size]`, as `move` takes them; slices of it are slices of the pages."""
 
     @abc.abstractmethod
-    def move(self, pages: Any, layers: range, to_host: bool, staging: torch.Tensor, stream: int | None) -> None:
+    def move(
+        self, pages: Any, layers: range, to_host: bool, staging: torch.Tensor, stream: torch.cuda.Stream | None
+    ) -> None:
         """Enqueue one move.
 
         Args:
@@ -51,7 +53,7 @@ class Mover(abc.ABC):
             layers: neighbouring layers.
             to_host: from staging to the arena; else the other way.
             staging: uint8 on the GPU, as large as the blocks or larger.
-            stream: handle of a CUDA stream, not the legacy default one.
+            stream: not the legacy default one; None on the current one, once, to compile.
         """
 
 
@@ -64,16 +66,17 @@ def run_layers(shape: ArenaShape, wanted_run: int) -> int:
 class CopyEngineMover(Mover):
     """One copy for each page and part of a `page_first` arena: the fastest road for long runs, and it takes no SM."""
 
-    WANTED_RUN = 256 << 10
-    """Bytes of one copy: at this size the engine gives 50 of 55 GB/s, at half of it 46."""
+    WANTED_RUN = 128 << 10
+    """Bytes of one copy: at this size one stream gives 46 of 55 GB/s, and two nearly all of it."""
 
-    def __init__(self, arena: HostArena, page_size: int):
+    def __init__(self, arena: HostArena, page_size: int, device: torch.device):
         super().__init__(arena, page_size, torch.device("cpu"), self.WANTED_RUN)
         shape = arena.shape
         # `[parts]` each, so that one expression finds the addresses of all copies.
         self._first = np.array([arena.buffer.data_ptr() + shape.part_offset(part) for part in Part])
         self._page_stride = np.array([shape.page_stride(part) for part in Part])
         self._block_bytes = np.array([shape.layouts[part].block_bytes for part in Part])
+        self._engines = {to_host: CopyEngine(device, to_host) for to_host in (True, False)}
 
     @classmethod
     def pays(cls, shape: ArenaShape) -> bool:
@@ -85,7 +88,10 @@ class CopyEngineMover(Mover):
         pages = host_indices.numpy()[:: self._page_size] // self._page_size
         return self._first + pages[:, None] * self._page_stride
 
-    def move(self, pages: np.ndarray, layers: range, to_host: bool, staging: torch.Tensor, stream: int | None) -> None:
+    def move(
+        self, pages: np.ndarray, layers: range, to_host: bool, staging: torch.Tensor, stream: torch.cuda.Stream | None
+    ) -> None:
+        assert stream is not None, "there is nothing to compile"
         run = self._block_bytes * len(layers)
         parts = staging.data_ptr() + np.array([0, len(pages) * run[0]])
         far, near = (0, 1) if to_host else (1, 0)
@@ -93,7 +99,7 @@ class CopyEngineMover(Mover):
         copies[far] = pages + self._block_bytes * layers.start
         copies[near] = parts + np.arange(len(pages))[:, None] * run
         copies[2] = run
-        copy_batch(copies.reshape(3, -1), stream, to_host)
+        self._engines[to_host].copy(copies.reshape(3, -1), stream)
 
 
 class KernelMover(Mover):
@@ -117,7 +123,7 @@ class KernelMover(Mover):
         return host_indices.to(self.indices_device, non_blocking=True).reshape(-1, self._page_size)
 
     def move(
-        self, pages: torch.Tensor, layers: range, to_host: bool, staging: torch.Tensor, stream: int | None
+        self, pages: torch.Tensor, layers: range, to_host: bool, staging: torch.Tensor, stream: torch.cuda.Stream | None
     ) -> None:
         shape, words, begin = self._arena.shape, staging.view(torch.int64), 0
         side_by_side = shape.arrangement == "page_first"
