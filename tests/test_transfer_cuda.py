@@ -249,9 +249,9 @@ def test_the_clocks_measure_a_transfer_and_wait_for_none(road, monkeypatch):
 @pytest.mark.parametrize("road", ROADS)
 def test_backup_and_restore_at_once_on_two_streams(road, monkeypatch):
     """Half of the pages go down while the other half come up, over and over, each half checked at the end."""
-    case = Case.build("int8", "page_first", (8, 128), 64, pages=64, layers=12)
+    case = Case.build("int8", "page_first", (8, 128), 64, pages=80, layers=12)
     transfer = cuda_transfer(case, road, monkeypatch)
-    host, device = case.host.split(32 * 64), case.device.split(32 * 64)
+    host, device = case.host.split(40 * 64), case.device.split(40 * 64)
     case.arena.buffer.copy_(transfers.after_backup(case.representation, case.arena, case.rows, host[1], device[1]))
     down_expected = transfers.after_backup(case.representation, case.arena, case.rows, host[0], device[0])
     up_expected = transfers.after_restore(case.representation, case.arena, case.rows, host[1], device[1])

@@ -10,6 +10,7 @@ between them with copies of 1 GiB. Needs an NVIDIA GPU and SGLang 0.5.23.
 import itertools
 import json
 import platform
+import random
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
@@ -149,16 +150,17 @@ class Bench:
         _cuda_host_unregister(self.arena.buffer)
 
     def run(self, tokens: int, repeats: int) -> Iterator[Sample]:
-        """Backups and restores of `tokens` by every contender, in turns; the first `WARM_UPS` rounds are dropped."""
+        """Backups and restores of `tokens` by every contender, shuffled; the first `WARM_UPS` rounds are dropped."""
+        setting = Setting(self.layout, self.geometry.page_size, tokens)
+        turns = list(itertools.product(self.contenders, ("backup", "restore")))
+        order = random.Random(0)
         for repeat in range(-WARM_UPS, repeats):
             host, device = self._random_slots(tokens), self._random_slots(tokens).cuda()
-            turn = repeat % len(self.contenders)
-            for contender in (*self.contenders[turn:], *self.contenders[:turn]):
-                for direction in ("backup", "restore"):
-                    first, last = self._time(contender, direction, host, device)
-                    if repeat >= 0:
-                        setting = Setting(self.layout, self.geometry.page_size, tokens)
-                        yield Sample(setting, contender.name, direction, first, last)
+            order.shuffle(turns)  # so that nobody always follows the same other, whose code fills the caches
+            for contender, direction in turns:
+                first, last = self._time(contender, direction, host, device)
+                if repeat >= 0:
+                    yield Sample(setting, contender.name, direction, first, last)
 
     def _random_slots(self, tokens: int) -> torch.Tensor:
         pages = torch.randperm(self.slots // self.geometry.page_size)[: tokens // self.geometry.page_size]

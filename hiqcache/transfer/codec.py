@@ -62,7 +62,7 @@ class BlockCodec:
         blocks = len(slots) * len(layers)
         begin = 0
         for launch in self._launches:
-            yield launch, staging[begin:]
+            yield launch, staging[begin:] if begin else staging
             begin += blocks * launch.bytes_per_block
 
 

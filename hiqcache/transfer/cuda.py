@@ -128,13 +128,13 @@ class CudaTransfer(Transfer):
                 encode = partial(self._timed, self.encode_clock, self._codec.encode, slots[span], layers)
                 move = partial(mover.move, pages[span], layers, True)
                 lane.relay(current, encode, lane.stream, move)
-        current.wait_stream(lane.stream)
+        lane.join(current)
 
     def restore(self, layer: int, host_indices: torch.Tensor, device_indices: torch.Tensor) -> None:
         lane = self._restore_lane
         if layer == 0:
             self._restoring = self._begin_restore(host_indices, device_indices)
-            lane.stream.wait_stream(torch.cuda.current_stream(self._device))
+            lane.fork(torch.cuda.current_stream(self._device))
         restoring = self._restoring
         if layer != restoring.next_layer:
             raise ValueError(f"restore of layer {layer}; allowed: {restoring.next_layer}, or 0 to begin another")
@@ -149,7 +149,13 @@ class CudaTransfer(Transfer):
             lane.relay(lane.stream, move, current, decode)
 
     def _timed(
-        self, clock: Clock, code: Callable, slots: torch.Tensor, layers: range, staging: torch.Tensor, stream: int
+        self,
+        clock: Clock,
+        code: Callable,
+        slots: torch.Tensor,
+        layers: range,
+        staging: torch.Tensor,
+        stream: torch.cuda.Stream,
     ) -> None:
         clock.start()
         code(slots, layers, staging, stream)
@@ -219,11 +225,22 @@ class _Lane:
 
     def __init__(self, staging: torch.Tensor):
         self.capacity = staging.numel() // 2 // LINE_BYTES * LINE_BYTES
-        self.halves = staging[: 2 * self.capacity].view(2, self.capacity)
+        self.halves = staging[: 2 * self.capacity].split(self.capacity)
         self.stream = torch.cuda.Stream(staging.device)
+        self._forked, self._joined = torch.cuda.Event(), torch.cuda.Event()
         self._filled = (torch.cuda.Event(), torch.cuda.Event())
         self._emptied = (torch.cuda.Event(), torch.cuda.Event())
         self._turn = 0
+
+    def fork(self, current: torch.cuda.Stream) -> None:
+        """What is enqueued on the lane's stream from now on waits for what `current` has."""
+        self._forked.record(current)
+        self.stream.wait_event(self._forked)
+
+    def join(self, current: torch.cuda.Stream) -> None:
+        """The reverse of `fork`."""
+        self._joined.record(self.stream)
+        current.wait_event(self._joined)
 
     def relay(self, filler: torch.cuda.Stream, fill: Step, emptier: torch.cuda.Stream, empty: Step) -> None:
         """Enqueue `fill` of a half on one stream, then `empty` of that half on another."""

@@ -27,4 +27,6 @@ class Launcher:
         if self._compiled is None:
             self._compiled = self._kernel[grid](*args, **self._options)  # None in Triton's interpreter
         else:
-            self._compiled[grid](*args, *self._constants, stream=stream and stream.cuda_stream)
+            # Bare addresses spare the driver a question about each tensor.
+            bare = [arg.data_ptr() if isinstance(arg, torch.Tensor) else arg for arg in args]
+            self._compiled[grid](*bare, *self._constants, stream=stream and stream.cuda_stream)
