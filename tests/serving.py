@@ -11,13 +11,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import requests
 import torch
 from attrs import frozen
 
 from hiqcache.sglang import cpu
+
+if TYPE_CHECKING:
+    import pytest
 
 PROBE = pathlib.Path(__file__).parent / "probe"
 START_SECONDS = 300
@@ -168,6 +171,20 @@ def environment(**variables: object) -> dict[str, str]:
     if not torch.cuda.is_available():
         base |= cpu.environment()
     return base | {name: str(value) for name, value in variables.items()}
+
+
+def arguments(settings: dict[str, Any]) -> list[str]:
+    """Settings of `sgl.Engine` as words of a command line."""
+    words = []
+    for name, value in settings.items():
+        words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+    return words
+
+
+def carry(site: pathlib.Path, monkeypatch: "pytest.MonkeyPatch") -> None:
+    """Let processes that are started from now on find the packages in `site`."""
+    monkeypatch.syspath_prepend(str(site))  # children that are spawned take this process's path, not PYTHONPATH
+    monkeypatch.setenv("PYTHONPATH", f"{environment()['PYTHONPATH']}:{site}")
 
 
 def pip_install(source: pathlib.Path, target: pathlib.Path) -> pathlib.Path:

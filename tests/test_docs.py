@@ -24,6 +24,7 @@ DOCS = REPOSITORY / "docs"
 PAGES = (
     "design",
     "doctor",
+    "dump-and-inspect",
     "experiments",
     "hicache-internals",
     "metrics",
@@ -71,6 +72,13 @@ def settings_table() -> str:
 
 def test_every_refused_setting_is_on_the_page():
     assert settings_table() in page("sglang-integration"), f"the table should read:\n{settings_table()}"
+
+
+def test_every_setting_that_dumps_refuse_is_on_their_page():
+    assert all(
+        f"| `{rule.flag}` | {rule.allowed} | {rule.why} |" in page("dump-and-inspect") for rule in rules._DUMP_RULES
+    )
+    assert len(rules._DUMP_RULES) == 3
 
 
 def hooks() -> dict[str, str]:

@@ -392,6 +392,34 @@ def test_statistics_of_bf16(tmp_path: pathlib.Path):
     assert 8 < payload.bits[1, 0] < math.log2(1280)
 
 
+TYPES = [torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.float16, torch.float32, torch.float64]
+TYPES += [torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_every_element_type_is_measured(tmp_path: pathlib.Path, dtype: torch.dtype):
+    """Sections of any type, written by safetensors itself: 1, 2 and 0 in turns, in one head the type's largest."""
+    of = Int8(GEOMETRY)
+    values = torch.tensor([1, 2, 0, 2], dtype=torch.float64).repeat(2, 5, 4, 3, 16)
+    values[:, :, :, 1, 0] = (torch.finfo if dtype.is_floating_point else torch.iinfo)(dtype).max
+    stored = values.to(dtype) if dtype.is_floating_point else values.long().to(dtype)
+    tensors = {"k.payload": stored, "v.payload": stored.clone()}
+    safetensors.torch.save_file(tensors, tmp_path / "file", metadata(of).to_text())
+    with Dump(tmp_path / "file") as dump:
+        payload, _ = measure(dump)
+    signed = dtype.is_floating_point or dtype.is_signed
+    assert payload.smallest.tolist() == [[0, 0, 0]] * 2
+    assert payload.largest.tolist() == [[2, float(stored[0, 0, 0, 1, 0].double()), 2]] * 2
+    assert (payload.zero is not None) == signed
+    if payload.zero is not None and payload.saturated is not None:
+        assert payload.zero.tolist() == [[0.25] * 3] * 2
+        assert payload.saturated.tolist() == [[0, 1 / 64, 0]] * 2
+    assert (payload.bits is None) == (dtype.itemsize > 2)
+    if payload.bits is not None:
+        assert payload.bits[:, 0].tolist() == [1.5, 1.5]
+    assert not payload.not_finite.any()
+
+
 # -- comparing, decoding -----------------------------------------------------------------------------------------------
 
 

@@ -11,25 +11,23 @@ import subprocess
 import sys
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from serving import device_settings, environment
 
-from hiqcache import registry
 from hiqcache.geometry import HiqcacheError, UnsupportedGeometry
 from hiqcache.representation import HostRepresentation
 
 sglang = pytest.importorskip("sglang", reason="needs the sglang extra")
 
+from pools import buffer_info, device_pool, host_pool  # noqa: E402
 from sglang.srt.mem_cache.device_pool_info import (  # noqa: E402
     KVBufferLayout,
     KVScaleBuffers,
     KVScaleLayout,
     MHABufferInfo,
 )
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool  # noqa: E402
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost  # noqa: E402
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache  # noqa: E402
 from sglang.srt.plugins import load_plugins  # noqa: E402
@@ -38,7 +36,6 @@ from sglang.srt.runtime_context import get_parallel  # noqa: E402
 from sglang.srt.server_args import ServerArgs, prepare_server_args  # noqa: E402
 
 from hiqcache.sglang import choice, plugin, proof, rules  # noqa: E402
-from hiqcache.sglang import pool as pool_module  # noqa: E402
 from hiqcache.sglang.choice import ALIAS, ALLOW_UNTESTED, Choice, Refused, chosen  # noqa: E402
 from hiqcache.sglang.pool import RepresentationHostPool  # noqa: E402
 
@@ -288,25 +285,6 @@ def test_sglang_serve_refuses_with_a_sentence(config: pathlib.Path):
 
 
 # -- the pool's construction -----------------------------------------------------------------------------------------
-
-
-def device_pool(**more: Any) -> MHATokenToKVPool:
-    shape = {"size": 64, "page_size": 4, "head_num": 3, "head_dim": 64, "layer_num": 2, "dtype": torch.bfloat16}
-    return MHATokenToKVPool(**shape | {"device": "cpu", "enable_memory_saver": False} | more)
-
-
-def buffer_info(**more: Any) -> MHABufferInfo:
-    info = device_pool(**more).get_device_pool_infos()[0].buffer_info
-    assert isinstance(info, MHABufferInfo)
-    return info
-
-
-def host_pool(
-    info: MHABufferInfo, *, name: str = "int8", layout: str = "page_first", tp_size: int = 1, **more: Any
-) -> RepresentationHostPool:
-    options = {"device_capacity_tokens": 64, "start_layer": 0, "end_layer": 1} | more
-    with mock.patch.object(pool_module, "get_parallel", return_value=SimpleNamespace(attn_tp_size=tp_size)):
-        return RepresentationHostPool(info, 2.0, 0, 4, layout, representation=registry.get(name), **options)
 
 
 def replaced(info: MHABufferInfo, **changes: Any) -> MHABufferInfo:

@@ -21,6 +21,8 @@ from serving import (
     HttpServer,
     Output,
     Server,
+    arguments,
+    carry,
     device_settings,
     engine,
     environment,
@@ -84,13 +86,6 @@ def settings(model: pathlib.Path, **more: Any) -> dict[str, Any]:
 
 def small(model: pathlib.Path, **more: Any) -> dict[str, Any]:
     return settings(model, skip_tokenizer_init=True, **more)
-
-
-def arguments(settings: dict[str, Any]) -> list[str]:
-    words = []
-    for name, value in settings.items():
-        words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
-    return words
 
 
 def one(server: Server, prompt: list[int]) -> Output:
@@ -202,10 +197,9 @@ def check_metrics(server: HttpServer) -> None:
 @pytest.fixture
 def probing(probe_path: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
     """Processes started meanwhile carry the probe; its file."""
-    monkeypatch.syspath_prepend(str(probe_path))  # children that are spawned take this process's path, not PYTHONPATH
+    carry(probe_path, monkeypatch)
     file = tmp_path / "probe.jsonl"
     monkeypatch.setenv("HIQCACHE_PROBE", str(file))
-    monkeypatch.setenv("PYTHONPATH", f"{environment()['PYTHONPATH']}:{probe_path}")
     return file
 
 

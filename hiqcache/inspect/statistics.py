@@ -6,8 +6,9 @@ which of them are zero or saturated is unknown; a section with no axis of heads 
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
+import numpy as np
 import torch
 from attrs import field, frozen
 
@@ -120,8 +121,8 @@ def _measure_section(
         payload=name == payload_section(dump, part),
         per_head=section.per_head,
         count=count,
-        smallest=smallest,
-        largest=largest,
+        smallest=smallest.masked_fill(smallest.isinf(), math.nan),
+        largest=largest.masked_fill(largest.isinf(), math.nan),
         zero=zero.double() / count if codes_are_values else None,
         saturated=saturated.double() / count if codes_are_values else None,
         bits=bits if 8 * section.dtype.itemsize <= WIDEST_CODE else None,
@@ -131,46 +132,64 @@ def _measure_section(
 
 def _measure_layer(dump: Dump, part: Part, name: str, section: StoredSection, layer: int) -> _Layer:
     heads = dump.geometry.heads if section.per_head else 1
-    width = 8 * section.dtype.itemsize
-    count = 0
-    smallest = torch.full((heads,), math.inf, dtype=torch.float64)
-    largest = torch.full((heads,), -math.inf, dtype=torch.float64)
-    zero, saturated, not_finite = (torch.zeros(heads, dtype=torch.int64) for _ in range(3))
-    histogram = torch.zeros(heads, 1 << width if width <= WIDEST_CODE else 0, dtype=torch.int64)
-    for pages in dump.chunks():
-        elements = dump.read(part, name, layer, pages)
-        elements = elements.movedim(2, 0).reshape(heads, -1) if section.per_head else elements.reshape(1, -1)
-        count += elements.shape[1]
-        if histogram.numel():
-            histogram += _histogram(elements)
-        values = _exact(elements)
-        finite = values.isfinite()
-        smallest = torch.minimum(smallest, torch.where(finite, values, math.inf).amin(1).double())
-        largest = torch.maximum(largest, torch.where(finite, values, -math.inf).amax(1).double())
-        zero += (values == 0).sum(1)
-        saturated += (values.abs() >= _most(section.dtype)).logical_and_(finite).sum(1)
-        not_finite += finite.logical_not_().sum(1)
-    none = smallest > largest
+    pieces = (
+        elements.movedim(2, 0).reshape(heads, -1) if section.per_head else elements.reshape(heads, -1)
+        for elements in (dump.read(part, name, layer, pages) for pages in dump.chunks())
+    )
+    count_all = _by_code if 8 * section.dtype.itemsize <= WIDEST_CODE else _by_value
+    return count_all(pieces, heads, section.dtype)
+
+
+def _by_code(pieces: Iterable[torch.Tensor], heads: int, dtype: torch.dtype) -> _Layer:
+    """Figures of narrow elements `[heads, n]`: count each code, and look at what codes there are."""
+    code_type = np.dtype(f"u{dtype.itemsize}")
+    codes = 1 << 8 * dtype.itemsize
+    counts = np.zeros((heads, codes), dtype=np.int64)
+    for elements in pieces:
+        as_bytes = elements.contiguous().view(torch.uint8).numpy()
+        for head, row in enumerate(as_bytes.view(code_type)):
+            counts[head] += np.bincount(row, minlength=codes)
+    histogram = torch.from_numpy(counts)
+    values = _exact(torch.from_numpy(np.arange(codes).astype(code_type).view(np.uint8)).view(dtype))
+    finite = values.isfinite()
+    there = (histogram > 0) & finite
+    count = int(histogram[0].sum())
     share = histogram.double() / count
-    bits = -torch.special.xlogy(share, share).sum(1) / math.log(2)
-    nan = torch.tensor(math.nan, dtype=torch.float64)
     return _Layer(
-        count,
-        torch.where(none, nan, smallest),
-        torch.where(none, nan, largest),
-        zero,
-        saturated,
-        not_finite,
-        bits.abs(),  # -0.0 where all codes are one
+        count=count,
+        smallest=torch.where(there, values, math.inf).amin(1).double(),
+        largest=torch.where(there, values, -math.inf).amax(1).double(),
+        zero=histogram[:, values == 0].sum(1),
+        saturated=histogram[:, finite & (values.abs() >= _most(dtype))].sum(1),
+        not_finite=histogram[:, ~finite].sum(1),
+        bits=-torch.special.xlogy(share, share).sum(1) / math.log(2) + 0.0,  # and not -0.0
     )
 
 
-def _histogram(elements: torch.Tensor) -> torch.Tensor:
-    """How often each code occurs among elements `[heads, n]` of 8 or 16 bits, `[heads, codes]`."""
-    width = 8 * elements.dtype.itemsize
-    codes = elements.contiguous().view(torch.uint8 if width == 8 else torch.int16).int() & ((1 << width) - 1)
-    codes += torch.arange(len(codes), dtype=torch.int32)[:, None] << width
-    return torch.bincount(codes.flatten(), minlength=len(codes) << width).view(len(codes), -1)
+def _by_value(pieces: Iterable[torch.Tensor], heads: int, dtype: torch.dtype) -> _Layer:
+    """Figures of elements `[heads, n]` of which there are too many different ones to count."""
+    count = 0
+    smallest = torch.full((heads,), math.inf, dtype=torch.float64)
+    largest = -smallest
+    zero, saturated, not_finite = (torch.zeros(heads, dtype=torch.int64) for _ in range(3))
+    for elements in pieces:
+        values = _exact(elements)
+        finite = values.isfinite()
+        count += values.shape[1]
+        smallest = torch.minimum(smallest, torch.where(finite, values, math.inf).amin(1).double())
+        largest = torch.maximum(largest, torch.where(finite, values, -math.inf).amax(1).double())
+        zero += (values == 0).sum(1)
+        saturated += (finite & (values.abs() >= _most(dtype))).sum(1)
+        not_finite += (~finite).sum(1)
+    return _Layer(
+        count=count,
+        smallest=smallest,
+        largest=largest,
+        zero=zero,
+        saturated=saturated,
+        not_finite=not_finite,
+        bits=torch.full((heads,), math.nan, dtype=torch.float64),
+    )
 
 
 def _exact(elements: torch.Tensor) -> torch.Tensor:

@@ -61,6 +61,7 @@ class SafetensorsWriter:
 
     def __init__(self, file: Path, tensors: Sequence[TensorSpec], metadata: Mapping[str, str]):
         self.file = file
+        self._committed = False
         self._tensors = {tensor.name: tensor for tensor in tensors}
         entries: dict[str, object] = {"__metadata__": dict(metadata)}
         self._begins, begin = {}, 0
@@ -126,6 +127,7 @@ class SafetensorsWriter:
         self._refuse_existing()
         with self._explained():
             os.replace(self._partial, self.file)
+            self._committed = True
             folder = os.open(self.file.parent, os.O_RDONLY | os.O_DIRECTORY)
             try:
                 os.fsync(folder)
@@ -137,6 +139,12 @@ class SafetensorsWriter:
         self._close()
         with contextlib.suppress(OSError):
             os.unlink(self._partial)
+
+    def withdraw(self) -> None:
+        """Remove what was written, also from under its name."""
+        if self._committed:
+            os.unlink(self.file)
+        self.discard()
 
     def __enter__(self) -> "SafetensorsWriter":
         return self

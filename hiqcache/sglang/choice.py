@@ -15,14 +15,14 @@ from sglang.srt.server_args import ServerArgs
 
 from hiqcache import registry
 from hiqcache.geometry import HiqcacheError
+from hiqcache.sglang.versions import ALLOW_UNTESTED, TESTED_SGLANG
 
 logger = logging.getLogger(__name__)
 
 FLAG = "--hicache-representation"
+DUMP_FLAG = "--hicache-dump-dir"
 ALIAS = "SGLANG_EXPERIMENTAL_HICACHE_INT8"
 """Set to 1, asks for int8. It fails closed only while the plugin is loaded: without it, nobody reads the variable."""
-TESTED_SGLANG = ("0.5.23",)
-ALLOW_UNTESTED = "HIQCACHE_ALLOW_UNTESTED_SGLANG"
 
 _OTHER_LAUNCHERS = ("use_ray", "smg_grpc_mode", "grpc_mode", "encoder_only")
 """Flags that take another road than `Engine._launch_scheduler_processes`; checked as given, before SGLang resolves."""
@@ -42,11 +42,13 @@ class Choice:
         name: its registered name.
         source: the flag, keyword or variable that asked, for messages.
         command_line: whether a person at a terminal waits for a sentence (rather than Python code for an exception).
+        dump_dir: folder for dumps of a running server; None allows none.
     """
 
     name: str
     source: str
     command_line: bool
+    dump_dir: str | None = None
 
     def refuse(self, reason: object) -> NoReturn:
         """Stop this process's server.
@@ -55,11 +57,17 @@ class Choice:
             SystemExit: on a command line: the sentence on stderr and status 1.
             Refused: anywhere else.
         """
-        text = f"hiqcache: {self.source} asked for host representation {self.name!r}, which cannot be served.\n{reason}"
-        raise SystemExit(text) if self.command_line else Refused(text)
+        asked = f"{self.source} asked for host representation {self.name!r}"
+        _refuse(f"{asked}, which cannot be served.\n{reason}", self.command_line)
 
 
-def choose(server_args: ServerArgs, name: str | None, *, source: str, command_line: bool) -> None:
+def _refuse(text: str, command_line: bool) -> NoReturn:
+    raise SystemExit(f"hiqcache: {text}") if command_line else Refused(f"hiqcache: {text}")
+
+
+def choose(
+    server_args: ServerArgs, name: str | None, *, source: str, command_line: bool, dump_dir: str | None = None
+) -> None:
     """Record on `server_args` what was asked for, after checking that it can be asked for at all.
 
     Args:
@@ -67,6 +75,7 @@ def choose(server_args: ServerArgs, name: str | None, *, source: str, command_li
         name: a representation's name; None where only the environment variable may ask.
         source: who passed `name`.
         command_line: see `Choice`.
+        dump_dir: see `Choice`; a folder that exists.
 
     Raises:
         SystemExit, Refused: see `Choice.refuse`.
@@ -77,8 +86,10 @@ def choose(server_args: ServerArgs, name: str | None, *, source: str, command_li
         if name is None:
             name, source = "int8", f"{ALIAS}=1"
     if name is None:
+        if dump_dir is not None:
+            _refuse(f"{DUMP_FLAG} {dump_dir} is for dumps of an encoded L2: add {FLAG} NAME, or drop it.", command_line)
         return
-    choice = Choice(name, source, command_line)
+    choice = Choice(name, source, command_line, dump_dir and os.path.abspath(dump_dir))
     try:
         registry.get(name)
     except HiqcacheError as error:
@@ -90,6 +101,7 @@ def choose(server_args: ServerArgs, name: str | None, *, source: str, command_li
         if getattr(server_args, field):
             flag = "--" + field.replace("_", "-")
             choice.refuse(f"{flag} starts schedulers that hiqcache's launcher cannot verify, or none: drop it.")
+    _check_dump_dir(choice)
     setattr(server_args, _ATTRIBUTE, choice)
 
 
@@ -114,3 +126,13 @@ def _check_sglang(choice: Choice) -> None:
         logger.warning("hiqcache: SGLang %s is untested (tested: %s); %s=1 lets it run", found, tested, ALLOW_UNTESTED)
         return
     choice.refuse(f"SGLang {found} is untested; tested: {tested}. {ALLOW_UNTESTED}=1 turns this into a warning.")
+
+
+def _check_dump_dir(choice: Choice) -> None:
+    folder = choice.dump_dir
+    if folder is None:
+        return
+    if not os.path.isdir(folder):
+        choice.refuse(f"{DUMP_FLAG}: saw {folder}, which is no folder; allowed: one that exists.")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        choice.refuse(f"{DUMP_FLAG}: saw {folder}, which this user cannot write to; allowed: a folder that can be.")

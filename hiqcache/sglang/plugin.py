@@ -29,12 +29,13 @@ from sglang.srt.utils import kill_process_tree
 
 from hiqcache import registry
 from hiqcache.geometry import HiqcacheError
-from hiqcache.sglang import cpu, proof, rules
-from hiqcache.sglang.choice import ALIAS, FLAG, Choice, Refused, choose, chosen
+from hiqcache.sglang import cpu, dump, proof, rules
+from hiqcache.sglang.choice import ALIAS, DUMP_FLAG, FLAG, Choice, Refused, choose, chosen
 from hiqcache.sglang.metrics import Metrics
 from hiqcache.sglang.pool import RepresentationHostPool, geometry_of
 
 KEYWORD = "hicache_representation"
+DUMP_KEYWORD = "hicache_dump_dir"
 CONFIG = "--config"
 
 logger = logging.getLogger(__name__)
@@ -84,20 +85,29 @@ def after_add_cli_args(result: None, parser: argparse.ArgumentParser) -> None:
         help="How HiCache's host tier (L2) stores KV: " + ", ".join(registry.names()) + " (hiqcache plugin; "
         "`hiqcache list` describes them). Default: SGLang's own BF16 host pool. Needs --enable-hierarchical-cache.",
     )
+    parser.add_argument(
+        DUMP_FLAG,
+        dest=DUMP_KEYWORD,
+        metavar="DIR",
+        default=None,
+        help=f"Let `hiqcache dump` write what L2 holds to files in DIR, which exists. Needs {FLAG}.",
+    )
 
 
 def around_from_cli_args(original: Callable, cls: type[ServerArgs], args: argparse.Namespace) -> ServerArgs:
     """Put what the command line asked for on the record."""
     server_args = original(cls, args)
-    choose(server_args, getattr(args, KEYWORD, None), source=FLAG, command_line=True)
+    name, dump_dir = getattr(args, KEYWORD, None), getattr(args, DUMP_KEYWORD, None)
+    choose(server_args, name, source=FLAG, command_line=True, dump_dir=dump_dir)
     return server_args
 
 
 def engine_server_args(original: Callable, **kwargs: Any) -> ServerArgs:
     """`sgl.Engine(hicache_representation=NAME, ...)`: take the keyword that SGLang's record does not know."""
-    name = kwargs.pop(KEYWORD, None)
+    name, dump_dir = kwargs.pop(KEYWORD, None), kwargs.pop(DUMP_KEYWORD, None)
     server_args = original(**kwargs)
-    choose(server_args, name, source=f"Engine({KEYWORD}=...)", command_line=False)
+    source = f"Engine({KEYWORD}=...)"
+    choose(server_args, name, source=source, command_line=False, dump_dir=dump_dir and os.fspath(dump_dir))
     return server_args
 
 
@@ -121,7 +131,11 @@ def around_launch_scheduler_processes(
         return original(cls, server_args, *args, **kwargs)
     try:
         _require_hooks()
-        broken = list(rules.violations(resolving_view(server_args)))
+        settings = resolving_view(server_args)
+        broken = list(rules.violations(settings))
+        if choice.dump_dir is not None:
+            broken += dump.violations(settings)
+            dump.add_route()
         if broken:
             raise Refused("\n".join(f"  - {violation}" for violation in broken))
     except (HiqcacheError, AttributeError) as error:
@@ -266,6 +280,26 @@ def around_attach_storage_backend(original: Callable, tree_cache: Any, *args: An
     return original(tree_cache, *args, **kwargs)
 
 
+def around_handle_dumper_control(original: Callable, scheduler: Any, request: Any) -> None:
+    """Begin a dump of L2, or say how far it is."""
+    dump.handle(original, scheduler, request)
+
+
+def after_check_hicache_events(result: None, tree_cache: Any) -> None:
+    """Take a dump further; all ranks come by here in the same step."""
+    pool = dump.pool_of(tree_cache)
+    if pool is not None and pool.dump is not None:
+        pool.dump.advance()
+
+
+def around_evict_host(original: Callable, tree_cache: Any, *args: Any, **kwargs: Any) -> int:
+    """Evict nothing during a dump: pages that are held would be given up, and nothing could take their place."""
+    pool = dump.pool_of(tree_cache)
+    if pool is not None and pool.holding:
+        return 0
+    return original(tree_cache, *args, **kwargs)
+
+
 # -- registration ----------------------------------------------------------------------------------------------------
 
 HOOKS: tuple[tuple[str, Callable, HookType], ...] = (
@@ -301,6 +335,13 @@ HOOKS: tuple[tuple[str, Callable, HookType], ...] = (
         after_log_stats,
         HookType.AFTER,
     ),
+    ("sglang.srt.managers.scheduler.Scheduler.handle_dumper_control", around_handle_dumper_control, HookType.AROUND),
+    (
+        "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.check_hicache_events",
+        after_check_hicache_events,
+        HookType.AFTER,
+    ),
+    ("sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.evict_host", around_evict_host, HookType.AROUND),
     (
         "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.attach_storage_backend",
         around_attach_storage_backend,

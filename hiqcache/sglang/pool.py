@@ -1,7 +1,7 @@
 """The host pool: SGLang's slots, allocator and locks over an arena of encoded blocks."""
 
-from collections.abc import Iterator
-from typing import Any, NoReturn
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from sglang.srt.mem_cache.device_pool_info import KVBufferLayout, MHABufferInfo
@@ -13,6 +13,9 @@ from hiqcache.arena import LAYOUTS, ArenaShape, HostArena
 from hiqcache.geometry import KVGeometry, UnsupportedGeometry, Violation
 from hiqcache.representation import HostRepresentation
 from hiqcache.transfer import DeviceRows, make_transfer
+
+if TYPE_CHECKING:
+    from hiqcache.sglang.dump import LiveDump
 
 DEVICES = ("cuda", "cpu")
 
@@ -95,6 +98,67 @@ class RepresentationHostPool(MHATokenToKVPoolHost):
         # SGLang allocated its BF16 staging before it sized the KV pool, and nothing else uses it: no memory is taken
         # from anybody by using it as bytes.
         self.transfer = make_transfer(self.representation, self.arena, rows, write_back_staging or ())
+
+    # -- holding pages still, for a dump --------------------------------------------------------------------------
+
+    dump: "LiveDump | None" = None
+    """The latest one asked for."""
+    _held: torch.Tensor | None = None
+    """For each slot, whether its page is held; None while none is."""
+    _kept_back: list[torch.Tensor]
+    """Held slots that are free, and that nobody gets."""
+
+    def occupied_pages(self) -> torch.Tensor:
+        """Ids of the pages that are handed out, ascending."""
+        with self.lock:
+            return self.slot_used[:: self.page_size].nonzero()[:, 0]
+
+    @property
+    def holding(self) -> bool:
+        """Whether pages are held."""
+        return self._held is not None
+
+    def hold(self, page_ids: Sequence[int]) -> None:
+        """Hand these pages out to nobody, neither those that are free nor those that will be, until `release`."""
+        with self.lock:
+            pages = torch.zeros(self.page_num, dtype=torch.bool)
+            pages[list(page_ids)] = True
+            self._held = pages.repeat_interleave(self.page_size)
+            self._keep_back()
+
+    def release(self) -> None:
+        """End `hold`: what was freed meanwhile is free now."""
+        with self.lock:
+            self._held = None
+            for slots in self._kept_back:
+                self.free(slots)
+            self._kept_back = []
+
+    def _keep_back(self) -> None:
+        assert self._held is not None
+        self._kept_back = []
+        if available := self.available_size():
+            free = super().alloc(available)
+            assert free is not None
+            held = self._held[free]
+            super().free(free[~held])
+            self._kept_back.append(free[held])
+
+    def free(self, indices: torch.Tensor) -> int:
+        with self.lock:
+            if self._held is None:
+                return super().free(indices)
+            slots = indices.cpu()
+            held = self._held[slots]
+            super().free(slots[~held])
+            self._kept_back.append(slots[held])
+            return len(slots)
+
+    def clear(self) -> None:
+        with self.lock:
+            super().clear()
+            if self._held is not None:
+                self._keep_back()
 
     # -- moving pages -------------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ What only the built pools show (the model's geometry, the device layout, pools b
 host pool and by `proof.py`.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from attrs import frozen
@@ -53,6 +53,12 @@ _RULES = (
     _off("dllm_algorithm", "diffusion language models run without HiCache"),
 )
 
+_DUMP_RULES = (
+    _Rule("tokenizer_worker_num", (1).__eq__, "1", "a live dump is asked for through the one process with its route"),
+    _Rule("dp_size", (1).__eq__, "1", "a live dump is of one replica"),
+    _Rule("pp_size", (1).__eq__, "1", "a live dump begins on all ranks in one step"),
+)
+
 
 def violations(settings: Any) -> Iterator[Violation]:
     """Every rule that a server's resolved settings break.
@@ -63,7 +69,16 @@ def violations(settings: Any) -> Iterator[Violation]:
     Raises:
         AttributeError: SGLang no longer has one of the settings; a rule that cannot be checked is not passed over.
     """
-    for rule in _RULES:
+    yield from _broken(_RULES, settings)
+
+
+def dump_violations(settings: Any) -> Iterator[Violation]:
+    """The same for a server that is asked to write dumps, beside `violations`."""
+    yield from _broken(_DUMP_RULES, settings)
+
+
+def _broken(rules: Iterable[_Rule], settings: Any) -> Iterator[Violation]:
+    for rule in rules:
         value = getattr(settings, rule.field)
         if not rule.holds(value):
             yield Violation(rule=rule.why, seen=repr(value), allowed=rule.allowed, flag=rule.flag)

@@ -5,7 +5,7 @@ arena with that; at each restore it compares the device rows with what that code
 backed up into the same slots. Lines of JSON with the TP rank and the counts go to the file named by HIQCACHE_PROBE.
 
 Beside that, HIQCACHE_PROBE_ROWS names a folder that gets the device rows of each backup, one file after the other, and
-HIQCACHE_PROBE_SLOW_DUMP the seconds that each piece of a dump takes longer, pieces being as small as they can.
+HIQCACHE_PROBE_GATE a file that, while it is there, keeps the pages of a dump from being written.
 
 HIQCACHE_SABOTAGE=1 makes SGLang build another pool instead, whatever the hiqcache plugin says.
 """
@@ -34,9 +34,9 @@ def register() -> None:
     if os.environ.get("HIQCACHE_PROBE"):
         HookRegistry.register(_POOL + "backup_from_device_all_layer", _backup, HookType.AROUND)
         HookRegistry.register(_POOL + "load_to_device_per_layer", _restore, HookType.AROUND)
-    if os.environ.get("HIQCACHE_PROBE_SLOW_DUMP"):
-        writer.CHUNK_BYTES = 1
-        HookRegistry.register("hiqcache.inspect.writer.SafetensorsWriter.write", _slow_write, HookType.AROUND)
+    if os.environ.get("HIQCACHE_PROBE_GATE"):
+        writer.CHUNK_BYTES = 1  # page by page
+        HookRegistry.register("hiqcache.inspect.writer.SafetensorsWriter.write", _gated_write, HookType.AROUND)
 
 
 def _foreign_pool(original, *args, **kwargs):
@@ -104,8 +104,9 @@ def _save_rows(folder, pool, pages, device_indices):
     torch.save({"pages": pages, **saved}, folder / f"{number:04}.pt")
 
 
-def _slow_write(original, writer, *arguments):
-    time.sleep(float(os.environ["HIQCACHE_PROBE_SLOW_DUMP"]))
+def _gated_write(original, writer, *arguments):
+    while os.path.exists(os.environ["HIQCACHE_PROBE_GATE"]):
+        time.sleep(0.02)
     original(writer, *arguments)
 
 

@@ -1,0 +1,795 @@
+"""Dumps of running servers: what may be asked, what is held still meanwhile, and every value in the files.
+
+The servers at the end are real; the rest drives the schedulers' side over real host pools, with two ranks also.
+"""
+
+import http.server as http_server
+import json
+import multiprocessing
+import os
+import pathlib
+import random
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import requests
+import safetensors
+import tiny_model
+import torch
+from click.testing import CliRunner, Result
+from serving import (
+    ADMIN,
+    ADMIN_KEY,
+    PROBE,
+    arguments,
+    carry,
+    device_settings,
+    engine,
+    environment,
+    events,
+    free_port,
+    http,
+    pip_install,
+)
+from transfers import same_bits
+
+sglang = pytest.importorskip("sglang", reason="needs the sglang extra")
+
+from pools import buffer_info, host_pool  # noqa: E402
+from sglang.srt.managers.io_struct import DumperControlReqInput  # noqa: E402
+from sglang.srt.plugins import load_plugins  # noqa: E402
+
+from hiqcache import registry  # noqa: E402
+from hiqcache.__main__ import main  # noqa: E402
+from hiqcache.geometry import Part  # noqa: E402
+from hiqcache.inspect import writer  # noqa: E402
+from hiqcache.inspect.compare import compare  # noqa: E402
+from hiqcache.inspect.format import DumpError  # noqa: E402
+from hiqcache.inspect.reader import Dump  # noqa: E402
+from hiqcache.sglang import dump  # noqa: E402
+from hiqcache.sglang.choice import Choice, Refused  # noqa: E402
+from hiqcache.sglang.pool import RepresentationHostPool  # noqa: E402
+
+load_plugins()
+
+PAGES = 33
+"""Of a pool of `host_pool`, 4 tokens each: twice the device's 16, and one."""
+
+
+def slots(*pages: int) -> torch.Tensor:
+    return (torch.tensor(pages)[:, None] * 4 + torch.arange(4)).flatten()
+
+
+def pages_of(indices: torch.Tensor | None) -> list[int]:
+    assert indices is not None
+    return sorted(set((indices // 4).tolist()))
+
+
+# -- asking for it -----------------------------------------------------------------------------------------------------
+
+
+def start(config: pathlib.Path, **more: Any) -> None:
+    """Start an Engine that must not come up."""
+    settings = {
+        "model_path": str(config),
+        "skip_tokenizer_init": True,
+        "load_format": "dummy",
+        "enable_hierarchical_cache": True,
+        "hicache_representation": "int8",
+    }
+    sglang.Engine(**device_settings() | settings | more)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    return tiny_model.make(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"hicache_representation": None}, "is for dumps of an encoded L2: add --hicache-representation NAME"),
+        ({"hicache_dump_dir": "missing"}, "saw .*missing, which is no folder; allowed: one that exists"),
+        ({"hicache_dump_dir": "file"}, "saw .*file, which is no folder"),
+        ({"tokenizer_worker_num": 2}, "saw 2; allowed: 1; changed by --tokenizer-worker-num"),
+        ({"dp_size": 2}, "one replica: saw 2; allowed: 1; changed by --dp-size"),
+        ({"pp_size": 2}, "in one step: saw 2; allowed: 1; changed by --pp-size"),
+    ],
+    ids=str,
+)
+def test_servers_that_cannot_write_dumps(
+    tiny: pathlib.Path, tmp_path: pathlib.Path, settings: dict[str, Any], message: str
+):
+    (tmp_path / "file").touch()
+    folder = tmp_path / settings.get("hicache_dump_dir", "")
+    with pytest.raises(Refused, match=message):
+        start(tiny, **settings | {"hicache_dump_dir": folder})
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root can write everywhere")
+def test_a_folder_that_cannot_be_written_to(tiny: pathlib.Path, tmp_path: pathlib.Path):
+    tmp_path.chmod(0o555)
+    with pytest.raises(Refused, match="which this user cannot write to"):
+        start(tiny, hicache_dump_dir=str(tmp_path))
+
+
+def test_the_rust_server_has_no_route(tiny: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("SGLANG_RUST_SERVER", "1")
+    settings = SimpleNamespace(tokenizer_worker_num=1, dp_size=1, pp_size=1)
+    assert [violation.flag for violation in dump.violations(settings)] == ["SGLANG_RUST_SERVER"]
+
+
+@pytest.mark.parametrize("name", ["a", "Chat_2026-11-29", "x.y", "0", "_", "a" * 128])
+def test_names(name: str):
+    assert dump.file_name(name, 3) == f"{name}-tp3.safetensors"
+
+
+TRICKS = [
+    "",
+    ".",
+    "..",
+    "../x",
+    "/etc/x",
+    "a/b",
+    "a\\b",
+    ".hidden",
+    "-rf",
+    "a b",
+    "a\n",
+    "a\0",
+    "ü",
+    "~",
+    "a" * 129,
+    "$x",
+]
+
+
+@pytest.mark.parametrize("name", TRICKS, ids=ascii)
+def test_names_that_are_no_plain_file_names(name: str):
+    with pytest.raises(DumpError, match="cannot name a dump"):
+        dump.file_name(name, 0)
+
+
+# -- holding pages -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pool() -> RepresentationHostPool:
+    pool = host_pool(buffer_info())
+    assert pool.page_num == PAGES
+    return pool
+
+
+def test_occupied_pages(pool: RepresentationHostPool):
+    assert pool.occupied_pages().tolist() == []
+    pool.alloc(12)
+    pool.free(slots(1))
+    assert pool.occupied_pages().tolist() == [0, 2]
+
+
+def test_pages_freed_while_held_are_handed_out_only_afterwards(pool: RepresentationHostPool):
+    pool.alloc(4 * 10)  # pages 0 to 9
+    pool.hold(range(6))
+    assert pool.available_size() == 4 * (PAGES - 10)
+    assert pool.free(slots(2, 7, 3, 8)) == 16
+    assert pool.available_size() == 4 * (PAGES - 10 + 2)
+    assert pages_of(pool.alloc(pool.available_size())) == [7, 8, *range(10, PAGES)]
+    assert pool.alloc(4) is None
+    pool.release()
+    assert pages_of(pool.alloc(pool.available_size())) == [2, 3]
+
+
+def test_free_pages_that_are_held_are_not_handed_out_either(pool: RepresentationHostPool):
+    pool.alloc(4 * 2)
+    pool.hold((1, 5, 30))
+    assert pages_of(pool.alloc(pool.available_size())) == [page for page in range(2, PAGES) if page not in (5, 30)]
+    pool.free(slots(1, 2))
+    assert pages_of(pool.alloc(pool.available_size())) == [2]
+    pool.release()
+    assert pages_of(pool.alloc(pool.available_size())) == [1, 5, 30]
+
+
+def test_a_flush_does_not_hand_held_pages_out(pool: RepresentationHostPool):
+    pool.alloc(4 * 10)
+    pool.hold((0, 4))
+    pool.free(slots(4))
+    pool.clear()
+    assert pages_of(pool.alloc(pool.available_size())) == [page for page in range(PAGES) if page not in (0, 4)]
+    pool.release()
+    assert pages_of(pool.alloc(pool.available_size())) == [0, 4]
+
+
+def test_holding_nothing_changes_nothing(pool: RepresentationHostPool):
+    order = pool.free_slots.clone()
+    pool.hold((0,))
+    pool.release()
+    assert pages_of(pool.alloc(pool.available_size())) == pages_of(order)
+    pool.free(slots(3))
+    with pytest.raises(AssertionError, match="Double-free"):
+        pool.free(slots(3))
+
+
+# -- the schedulers' side ----------------------------------------------------------------------------------------------
+
+
+class Scheduler:
+    """What `dump` needs of one, over a pool of noise; pages 0 to 9 are handed out."""
+
+    def __init__(self, folder: pathlib.Path | None, rank: int = 0, ranks: int = 1):
+        self.pool = host_pool(buffer_info(), tp_size=ranks)
+        self.pool.arena.buffer.random_(generator=torch.Generator().manual_seed(rank))
+        self.pool.alloc(4 * 10)
+        self.server_args = SimpleNamespace()
+        choice = Choice("int8", "a test", command_line=False, dump_dir=folder and str(folder))
+        self.server_args._hiqcache_choice = choice
+        self.submitted = 0
+        engine = SimpleNamespace(device_to_host_stream=torch.cpu.Stream())
+        self.tree_cache = SimpleNamespace(
+            flush_pending_backups=self._submit, cache_controller=SimpleNamespace(l2_transfer_engine=engine)
+        )
+        self.tp_cpu_group = torch.distributed.group.WORLD if ranks > 1 else None
+        self.answers: list[Any] = []
+        send = SimpleNamespace(send_output=lambda answer, request: self.answers.append(answer))
+        self.ipc_channels = SimpleNamespace(send_to_tokenizer=send)
+        self.parallel = SimpleNamespace(tp_rank=rank, tp_size=ranks, nnodes=1)
+
+    def _submit(self) -> None:
+        self.submitted += 1
+
+    def ask(self, method: str, **body: Any) -> dict[str, Any]:
+        """The answer; a refusal is raised."""
+
+        def other(*arguments: object) -> None:
+            raise AssertionError("went to SGLang")
+
+        with (
+            mock.patch.object(dump, "get_parallel", return_value=self.parallel),
+            mock.patch.object(dump.proof, "pool_in_force", return_value=self.pool),
+        ):
+            dump.handle(other, self, DumperControlReqInput(method=method, body=body))
+        answer = self.answers.pop()
+        if not answer.success:
+            raise DumpError(answer.error)
+        return answer.response[0]
+
+    def finish(self) -> dict[str, Any]:
+        while (status := self.ask(dump.STATUS))["state"] == "writing":
+            time.sleep(0.01)
+        return status
+
+
+def test_a_dump_from_first_to_last(tmp_path: pathlib.Path):
+    scheduler = Scheduler(tmp_path)
+    with pytest.raises(DumpError, match="asked for no dump"):
+        scheduler.ask(dump.STATUS)
+    begun = scheduler.ask(dump.START, name="first")
+    assert begun["pages"] == 10
+    assert scheduler.submitted == 1, "backups that wait to be submitted are part of the pages"
+    status = scheduler.finish()
+    file = tmp_path / "first-tp0.safetensors"
+    assert status == {
+        "state": "done",
+        "files": [str(file)],
+        "bytes": file.stat().st_size,
+        "pages": 10,
+        "written": 10,
+        "error": "",
+    }
+    assert not scheduler.pool.holding
+    with Dump(file) as opened:
+        assert opened.metadata.page_ids == tuple(range(10))
+        assert opened.metadata.pool_pages == PAGES
+        assert opened.metadata.sglang_version == "0.5.23"
+        for part in Part:
+            for name in ("payload", "scales"):
+                expected = scheduler.pool.arena.section(part, name)[1, :10].contiguous()
+                stored = opened.read(part, name, 1, slice(0, 10)).contiguous()
+                assert torch.equal(stored.view(torch.uint8), expected.view(torch.uint8))
+    assert list(tmp_path.iterdir()) == [file]
+    with pytest.raises(DumpError, match=r"first-tp0\.safetensors exists; no dump replaces a file"):
+        scheduler.ask(dump.START, name="first")
+    assert scheduler.ask(dump.START, name="second")["state"] == "writing"
+    assert scheduler.finish()["state"] == "done"
+
+
+def test_selections(tmp_path: pathlib.Path):
+    scheduler = Scheduler(tmp_path)
+    scheduler.pool.free(slots(4))
+    for name, pages, expected in [
+        ("a", "occupied", [0, 1, 2, 3, 5, 6, 7, 8, 9]),
+        ("b", "all", list(range(PAGES))),
+        ("c", "4-6,30", [4, 5, 6, 30]),
+    ]:
+        scheduler.ask(dump.START, name=name, pages=pages)
+        assert scheduler.finish()["pages"] == len(expected)
+        with Dump(tmp_path / f"{name}-tp0.safetensors") as opened:
+            assert list(opened.metadata.page_ids) == expected
+    for pages, message in [
+        ("33", "no page 33; the pool's are 0 to 32"),
+        ("5-1", "do not ascend"),
+        ("some", "'some' is no page"),
+    ]:
+        with pytest.raises(DumpError, match=message):
+            scheduler.ask(dump.START, name="d", pages=pages)
+    scheduler.pool.clear()
+    with pytest.raises(DumpError, match="L2 holds no page yet"):
+        scheduler.ask(dump.START, name="d")
+    assert sorted(path.name[0] for path in tmp_path.iterdir()) == ["a", "b", "c"]
+
+
+def test_off_unless_the_server_was_started_with_it():
+    with pytest.raises(DumpError, match="writes no dumps: it was started without --hicache-dump-dir"):
+        Scheduler(None).ask(dump.START, name="a")
+
+
+def test_other_requests_go_to_sglang():
+    scheduler, seen = Scheduler(None), []
+    request = DumperControlReqInput(method="get_state", body={})
+    dump.handle(lambda *arguments: seen.append(arguments), scheduler, request)
+    assert seen == [(scheduler, request)]
+
+
+@pytest.mark.parametrize("name", ["../up", "/tmp/x", ".hidden", ""])
+def test_tricks_leave_nothing(tmp_path: pathlib.Path, name: str):
+    (tmp_path / "in").mkdir()
+    with pytest.raises(DumpError, match="cannot name a dump"):
+        Scheduler(tmp_path / "in").ask(dump.START, name=name)
+    assert [path.name for path in tmp_path.rglob("*")] == ["in"]
+
+
+def test_a_link_in_place_of_the_file_is_not_followed(tmp_path: pathlib.Path):
+    (tmp_path / "secret").write_text("mine")
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a-tp0.safetensors").symlink_to("../secret")
+    with pytest.raises(DumpError, match="exists"):
+        Scheduler(tmp_path / "in").ask(dump.START, name="a")
+    assert (tmp_path / "secret").read_text() == "mine"
+
+
+def test_one_at_a_time_and_what_is_freed_meanwhile(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
+    """While the thread writes: a second dump is refused, freed pages stay, a flush changes nothing in the file."""
+    scheduler, go = Scheduler(tmp_path), threading.Event()
+    gate(monkeypatch, go.wait)
+    before = scheduler.pool.arena.buffer.clone()
+    scheduler.ask(dump.START, name="a")
+    with pytest.raises(DumpError, match="a dump is being written; one at a time"):
+        scheduler.ask(dump.START, name="b")
+    scheduler.pool.free(slots(3))
+    scheduler.pool.clear()
+    assert scheduler.ask(dump.STATUS)["state"] == "writing"
+    taken = scheduler.pool.alloc(scheduler.pool.available_size())
+    assert pages_of(taken) == list(range(10, PAGES))
+    for part in Part:
+        scheduler.pool.arena.blocks(part)[:, pages_of(taken)] = 0xEE  # what a backup would do
+    go.set()
+    assert scheduler.finish()["state"] == "done"
+    assert pages_of(scheduler.pool.alloc(scheduler.pool.available_size())) == list(range(10))
+    scheduler.pool.arena.buffer.copy_(before)
+    with Dump(tmp_path / "a-tp0.safetensors") as opened:
+        expected = scheduler.pool.arena.section(Part.V, "payload")[0, :10]
+        assert torch.equal(opened.read(Part.V, "payload", 0, slice(0, 10)), expected)
+
+
+def gate(monkeypatch: pytest.MonkeyPatch, wait: Callable[[], object]) -> None:
+    """Make every piece of a dump wait first."""
+    write = writer.SafetensorsWriter.write
+
+    def waiting(self: writer.SafetensorsWriter, *arguments: Any) -> None:
+        wait()
+        write(self, *arguments)
+
+    monkeypatch.setattr(writer.SafetensorsWriter, "write", waiting)
+
+
+@pytest.mark.parametrize("fault", [DumpError("the disk is full"), ZeroDivisionError("division by zero")], ids=str)
+def test_a_failure_while_writing(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, fault: Exception):
+    def fail() -> None:
+        raise fault
+
+    scheduler = Scheduler(tmp_path)
+    with monkeypatch.context() as patch:
+        gate(patch, fail)
+        scheduler.ask(dump.START, name="a")
+        status = scheduler.finish()
+    assert status["state"] == "failed"
+    assert status["error"].startswith("TP rank 0: ")
+    assert str(fault) in status["error"]
+    assert not list(tmp_path.iterdir())
+    assert not scheduler.pool.holding
+    scheduler.ask(dump.START, name="a")
+    assert scheduler.finish()["state"] == "done"
+
+
+def test_a_short_disk(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(writer.shutil, "disk_usage", lambda path: SimpleNamespace(free=5000))
+    scheduler = Scheduler(tmp_path)
+    with pytest.raises(DumpError, match=r"TP rank 0: .* is too full: the dump needs .* and 5,000 bytes"):
+        scheduler.ask(dump.START, name="a")
+    assert not scheduler.pool.holding
+    assert not list(tmp_path.iterdir())
+
+
+# -- two ranks ---------------------------------------------------------------------------------------------------------
+
+
+def rank_main(rank: int, folder: pathlib.Path, fault: str, results: Any) -> None:
+    torch.set_num_threads(1)  # this process is forked: it has none of the parent's threads
+    torch.distributed.init_process_group("gloo", f"file://{folder / 'store'}", rank=rank, world_size=2)
+    dumps = folder / "dumps"
+    scheduler = Scheduler(dumps, rank, ranks=2)
+    result: dict[str, Any] = {"available": [], "states": []}
+    with pytest.MonkeyPatch.context() as patch:
+
+        def slowly() -> None:
+            time.sleep(0.02 if rank == 0 else 0)
+            if fault == "write" and rank == 1:
+                raise DumpError("the disk is full")
+
+        gate(patch, slowly)
+        if fault == "commit" and rank == 1:
+            (dumps / "a-tp1.safetensors").unlink(missing_ok=True)
+            commit = writer.SafetensorsWriter.commit
+
+            def late(self: writer.SafetensorsWriter) -> None:
+                self.file.write_text("somebody's")
+                commit(self)
+
+            patch.setattr(writer.SafetensorsWriter, "commit", late)
+        if fault == "room" and rank == 1:
+            patch.setattr(writer.shutil, "disk_usage", lambda path: SimpleNamespace(free=100))
+        try:
+            scheduler.ask(dump.START, name="a")
+        except DumpError as error:
+            result["refused"] = str(error)
+        else:
+            scheduler.pool.free(slots(2, 5))
+            for step in range(1000):
+                if step % 7 == 0:
+                    status = scheduler.ask(dump.STATUS)
+                    if status["state"] != "writing":
+                        result |= status
+                        break
+                assert scheduler.pool.dump is not None
+                scheduler.pool.dump.advance()
+                result["available"].append(scheduler.pool.available_size())
+                time.sleep(0.005)
+    result["held"] = scheduler.pool.holding
+    results.put((rank, result))
+    torch.distributed.destroy_process_group()
+
+
+def two_ranks(folder: pathlib.Path, fault: str = "") -> list[dict[str, Any]]:
+    (folder / "dumps").mkdir()
+    context = multiprocessing.get_context("fork")
+    results = context.Queue()
+    ranks = [context.Process(target=rank_main, args=(rank, folder, fault, results)) for rank in (0, 1)]
+    for process in ranks:
+        process.start()
+    found = dict(results.get(timeout=60) for _ in ranks)
+    for process in ranks:
+        process.join(10)
+    return [found[0], found[1]]
+
+
+def test_two_ranks_release_in_the_same_step(tmp_path: pathlib.Path):
+    """Rank 1 has long written when rank 0 has; both hand the freed pages out from the same step on."""
+    first, second = two_ranks(tmp_path)
+    assert first == second
+    assert first["state"] == "done"
+    assert first["pages"] == first["written"] == 20
+    files = [tmp_path / "dumps" / f"a-tp{rank}.safetensors" for rank in (0, 1)]
+    assert first["files"] == [str(file) for file in files]
+    assert first["bytes"] == sum(file.stat().st_size for file in files)
+    held, free = 4 * (PAGES - 10), 4 * (PAGES - 8)
+    assert first["available"][0] == held
+    assert first["available"][-1] == free
+    assert sorted(first["available"]) == first["available"]
+    for rank, file in enumerate(files):
+        with Dump(file) as opened:
+            assert opened.metadata.tp_rank == rank
+            assert opened.geometry.tp_size == 2
+    assert files[0].read_bytes() != files[1].read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("fault", "message", "left"),
+    [
+        ("write", "TP rank 1: the disk is full", {}),
+        ("commit", "TP rank 1: .*a-tp1.safetensors exists", {"a-tp1.safetensors": "somebody's"}),
+    ],
+)
+def test_an_error_of_another_rank_is_everybodys(tmp_path: pathlib.Path, fault: str, message: str, left: dict):
+    """Rank 0's replies are the only ones that SGLang passes on, and its file goes too."""
+    for result in two_ranks(tmp_path, fault):
+        assert result["state"] == "failed"
+        assert re.match(message, result["error"])
+        assert not result["held"]
+        assert result["available"][-1] == 4 * (PAGES - 8)
+    assert {path.name: path.read_text() for path in (tmp_path / "dumps").iterdir()} == left
+
+
+def test_a_rank_that_refuses_refuses_for_all(tmp_path: pathlib.Path):
+    for result in two_ranks(tmp_path, "room"):
+        assert result["refused"].startswith("TP rank 1: ")
+        assert "too full" in result["refused"]
+        assert not result["held"]
+    assert not list((tmp_path / "dumps").iterdir())
+
+
+# -- real servers ------------------------------------------------------------------------------------------------------
+
+PAGE_SIZE = 16
+WHOLE = 96
+"""Tokens of a prompt of 99 that can come from a cache: six pages."""
+
+
+def settings(model: pathlib.Path, **more: Any) -> dict[str, Any]:
+    """L1 of 448 tokens, L2 of 57 pages."""
+    return {
+        "model_path": str(model),
+        "skip_tokenizer_init": True,
+        "skip_server_warmup": True,
+        "enable_hierarchical_cache": True,
+        "hicache_write_policy": "write_through",
+        "hicache_ratio": 2,
+        "max_total_tokens": 448,
+        "context_length": 256,
+        "page_size": PAGE_SIZE,
+        **more,
+    }
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    rng = random.Random(0)
+    return [[first, *rng.choices(range(tiny_model.VOCABULARY), k=98)] for first in range(10, 22)]
+
+
+@pytest.fixture(scope="module")
+def carrying(tmp_path_factory: pytest.TempPathFactory) -> Iterator[pytest.MonkeyPatch]:
+    """Processes started in this module carry the probe."""
+    site = pip_install(PROBE, tmp_path_factory.mktemp("probe"))
+    with pytest.MonkeyPatch.context() as patch:
+        carry(site, patch)
+        yield patch
+
+
+def hiqcache_dump(url: str, *words: str, key: str | None = ADMIN_KEY) -> subprocess.CompletedProcess[str]:
+    """The command as an operator runs it."""
+    return subprocess.run(
+        [sys.executable, "-m", "hiqcache", "dump", "--url", url, *words],
+        env=os.environ | ({"HIQCACHE_ADMIN_KEY": key} if key else {}),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def ask(url: str, **body: str) -> requests.Response:
+    """A request to the route itself; with no body, how far the dump is."""
+    method = "POST" if body else "GET"
+    return requests.request(method, url + dump.ROUTE, json=body or None, headers=ADMIN, timeout=60)
+
+
+def backed_up(folder: pathlib.Path) -> dict[int, dict[Part, torch.Tensor]]:
+    """Device rows `[layers, page_size, heads, dim]` of each page, as the probe saw them; a page is backed up once."""
+    found: dict[int, dict[Part, torch.Tensor]] = {}
+    for file in sorted(folder.iterdir()):
+        saved = torch.load(file)
+        for number, page in enumerate(saved["pages"].tolist()):
+            assert page not in found, f"page {page} was written again while it was to be held"
+            found[page] = {part: saved[part.value][:, number] for part in Part}
+    return found
+
+
+def check_values(file: pathlib.Path, rows: dict[int, dict[Part, torch.Tensor]]) -> None:
+    """Every value in a dump is what the plain codec makes of the rows that were backed up."""
+    with Dump(file) as opened:
+        representation = registry.get(opened.metadata.representation)(opened.geometry)
+        assert opened.geometry.layers == tiny_model.LAYERS
+        for part in Part:
+            for layer in range(opened.geometry.layers):
+                values = torch.stack([rows[page][part][layer] for page in opened.metadata.page_ids])
+                blocks = torch.empty(len(values), representation.layouts[part].block_bytes, dtype=torch.uint8)
+                representation.encode(values, part, blocks)
+                expected = torch.empty_like(values)
+                representation.decode(blocks, part, expected)
+                found = opened.decode(opened.representation(), part, layer, slice(0, opened.pages))
+                assert same_bits(found, expected)
+
+
+@pytest.fixture(scope="module")
+def int8_file(
+    tiny: pathlib.Path,
+    prompts: list[list[int]],
+    carrying: pytest.MonkeyPatch,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> pathlib.Path:
+    """The dump of an HTTP server's first five prompts, made under traffic; what else happens there is checked too."""
+    folder = tmp_path_factory.mktemp("http")
+    dumps, rows = folder / "dumps", folder / "rows"
+    dumps.mkdir()
+    rows.mkdir()
+    port = free_port()
+    options = {"port": port, "admin_api_key": ADMIN_KEY, "hicache_representation": "int8", "hicache_dump_dir": dumps}
+    variables = {
+        "HIQCACHE_PROBE": folder / "events",
+        "HIQCACHE_PROBE_ROWS": rows,
+        "HIQCACHE_PROBE_GATE": folder / "gate",
+    }
+    words = arguments(device_settings() | settings(tiny, **options))
+    command = [sys.executable, "-m", "sglang.launch_server", *words]
+    with http(command, folder / "log", port, environment(**variables)) as server:
+        for key, message in [(None, "refused a request with no key"), ("wrong", "refused this key")]:
+            refused = hiqcache_dump(server.url, "first", key=key)
+            assert refused.returncode == 1
+            assert message in refused.stderr
+        assert requests.get(server.url + dump.ROUTE, timeout=60).status_code == 401
+        for body, message in [
+            ({"name": "first"}, "L2 holds no page yet"),
+            ({"name": "../first"}, "'../first' cannot name a dump"),
+            ({"name": "first", "pages": "57"}, "no page 57; the pool's are 0 to 56"),
+            ({"title": "first"}, "the body must be"),
+        ]:
+            refused = ask(server.url, **body)
+            assert refused.status_code == 400
+            assert message in refused.json()["error"]
+
+        (folder / "gate").touch()
+        cold = [server.generate([prompt])[0] for prompt in prompts[:5]]
+        assert ask(server.url, name="first").json()["pages"] == 5 * WHOLE // PAGE_SIZE
+        refused = hiqcache_dump(server.url, "second")
+        assert refused.returncode == 1
+        assert "a dump is being written; one at a time" in refused.stderr
+        restored = server.generate([prompts[0]])[0]  # L2 serves while it is dumped
+        assert restored.from_host == WHOLE
+        server.flush()  # frees every page that is being written
+        for prompt in prompts[5:9]:  # and these would take their place
+            assert server.generate([prompt])[0].from_host == 0
+        status = ask(server.url).json()
+        assert (status["state"], status["written"]) == ("writing", 0)
+        (folder / "gate").unlink()
+        while (status := ask(server.url).json())["state"] == "writing":
+            time.sleep(0.2)
+        assert status["state"] == "done"
+        check_values(dumps / "first-tp0.safetensors", backed_up(rows))
+
+        # Released pages are used again: these prompts need more than the 27 that were free during the dump.
+        for prompt in prompts[:5]:
+            server.generate([prompt])
+        for number in (0, 1):
+            again = server.generate([prompts[number]])[0]
+            assert again.from_host == WHOLE
+            assert len(again.tokens) == len(cold[number].tokens)
+        refused = hiqcache_dump(server.url, "first")
+        assert refused.returncode == 1
+        assert "first-tp0.safetensors exists" in refused.stderr
+        finished = hiqcache_dump(server.url, "few", "--pages", "2-3", "--json")
+        assert finished.returncode == 0, finished.stderr
+        assert json.loads(finished.stdout)["files"] == [str(dumps / "few-tp0.safetensors")]
+    assert sorted(path.name for path in dumps.iterdir()) == ["few-tp0.safetensors", "first-tp0.safetensors"]
+    assert not any(event.get("wrong_bytes") or event.get("wrong_values") for event in events(folder / "events"))
+    return dumps / "first-tp0.safetensors"
+
+
+@pytest.mark.slow
+def test_a_dump_of_a_server_opens_with_safetensors_alone(int8_file: pathlib.Path):
+    with safetensors.safe_open(int8_file, framework="pt") as opened:
+        payload, scales = opened.get_tensor("k.payload"), opened.get_tensor("k.scales")
+        text = opened.metadata()
+    shape = [tiny_model.LAYERS, 30, PAGE_SIZE, tiny_model.HEADS]
+    assert list(payload.shape) == [*shape, tiny_model.HEAD_DIM]
+    assert list(scales.shape) == shape
+    assert payload.dtype == torch.int8
+    assert (payload.abs().amax(-1) == 127).all()
+    assert text["hiqcache.format_tag"] == "int8-head-v1"
+    assert text["sglang.version"] == "0.5.23"
+    assert text["hiqcache.pool_pages"] == "57"
+
+
+@pytest.mark.slow
+def test_an_engines_dump_beside_it(
+    tiny: pathlib.Path,
+    prompts: list[list[int]],
+    int8_file: pathlib.Path,
+    carrying: pytest.MonkeyPatch,
+    tmp_path: pathlib.Path,
+):
+    """The same prompts through a bf16 Engine: its dump is the device's own rows, and says what int8's error was."""
+    dumps, rows = tmp_path / "dumps", tmp_path / "rows"
+    dumps.mkdir()
+    rows.mkdir()
+    options = settings(tiny, hicache_representation="bf16", hicache_dump_dir=dumps, hicache_mem_layout="layer_first")
+    with carrying.context() as patch:
+        patch.setenv("HIQCACHE_PROBE", str(tmp_path / "events"))
+        patch.setenv("HIQCACHE_PROBE_ROWS", str(rows))
+        with engine(**options) as server:
+            for prompt in prompts[:5]:
+                server.generate([prompt])
+            told: list[tuple[int, int]] = []
+            files = dump.dump(server.engine, "bf16", progress=lambda written, pages: told.append((written, pages)))
+            with pytest.raises(DumpError, match="exists"):
+                dump.dump(server.engine, "bf16")
+            with pytest.raises(DumpError, match="cannot name a dump"):
+                dump.dump(server.engine, "a/b")
+    assert files == [dumps / "bf16-tp0.safetensors"]
+    assert told[-1] == (30, 30)
+    check_values(files[0], backed_up(rows))
+    with Dump(int8_file) as lossy, Dump(files[0]) as exact:
+        assert lossy.metadata.page_ids == exact.metadata.page_ids
+        for differences in compare(lossy, exact):
+            assert differences.beyond_bound is not None
+            assert not differences.beyond_bound.any()
+            assert (differences.error > 0).all()
+            assert (differences.relative_error < 0.02).all()
+
+
+# -- the command, without a server -------------------------------------------------------------------------------------
+
+
+def run(*words: str) -> Result:
+    result = CliRunner().invoke(main, ["dump", *words], prog_name="hiqcache")
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def test_no_server():
+    result = run("name", "--url", f"http://127.0.0.1:{free_port()}")
+    assert result.exit_code == 1
+    assert "no answer from http://127.0.0.1:" in result.output
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["name", "--url", "ftp://host"], "does not start with http:// or https://"),
+        (["name", "--url", "file:///etc/passwd"], "does not start with http:// or https://"),
+        (["name", "--all", "--pages", "1"], "Give --all or --pages, not both."),
+        ([], "Missing argument 'NAME'"),
+    ],
+)
+def test_what_is_asked_wrongly(words: list[str], message: str):
+    result = run(*words)
+    assert result.exit_code == 2
+    assert message in result.output
+
+
+@pytest.mark.parametrize(
+    ("status", "answer", "message"),
+    [
+        (404, b"{}", "writes no dumps: start it with --hicache-representation NAME and --hicache-dump-dir DIR"),
+        (401, b"{}", "refused a request with no key: give its admin key in HIQCACHE_ADMIN_KEY or with --admin-key"),
+        (400, b'{"error": "too full"}', "refused: too full"),
+        (500, b"<html>", "refused with status 500"),
+        (200, b"hello", "no sensible answer from"),
+        (200, b"[]", "answered, but not as a server with hiqcache does"),
+        (200, b'{"state": "failed", "pages": 1, "written": 0, "error": "TP rank 1: full"}', "left no file: TP rank 1"),
+    ],
+)
+def test_what_a_server_may_answer(status: int, answer: bytes, message: str):
+    class Handler(http_server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(answer)
+
+        def log_message(self, format: str, *arguments: object) -> None:
+            pass
+
+    with http_server.HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.handle_request)
+        thread.start()
+        result = run("name", "--url", f"http://127.0.0.1:{server.server_port}/")
+        thread.join()
+    assert result.exit_code == 1
+    assert message in result.output
