@@ -131,8 +131,10 @@ def cuda_transfer(case: Case, road: str, monkeypatch: pytest.MonkeyPatch) -> Tra
     """A transfer made to take one road, whatever the sizes."""
     if road == "eager":
         return EagerTransfer(case.representation, case.arena, case.rows)
+    from hiqcache.transfer import cuda
     from hiqcache.transfer.movers import CopyEngineMover
 
+    monkeypatch.setattr(cuda, "SMALL_BYTES", 0)
     monkeypatch.setattr(CopyEngineMover, "WANTED_RUN", 1 if road == "copy engine" else 1 << 40)
     transfer = make_transfer(case.representation, case.arena, case.rows)
     on_cpu = road == "copy engine" and case.arena.shape.arrangement == "page_first"

@@ -3,24 +3,24 @@
     python tools/serving_latency.py --out docs/results/serving-latency.json --plot docs/results/serving-latency.svg
 
 Three SGLang servers share one GPU and are driven one at a time, in turn: SGLang's own BF16 HiCache without the plugin,
-`bf16`, and `int8`. Random weights in Qwen3-8B's shape, page size 64, `page_first`, write-through.
+`bf16`, and `int8`. Random weights in Qwen3-8B's shape, page size 64, `page_first`, write-through. Each has processor
+cores of its own and sleeps when idle, so that none slows another's launches.
 
 * Time to first token: prompts of 1k, 4k and 12k tokens, more of them than L1 holds, asked for in turn, so that each
-  comes back from L2 (the answer says so, or the sample is refused) and is computed but for its last tokens.
+  comes back from L2 (the answer says so, or the sample is refused) but for its last tokens, which are computed. Every
+  server gets a prompt before any gets the next, and ratios compare answers to the same prompt.
 * Inter-token latency: a batch of decoding requests, while prompts of 4k tokens arrive at a fixed rate whatever the
   server does (open loop): each restores its prefix from L2, computes a new question and is backed up.
 """
 
 import asyncio
 import contextlib
-import importlib.metadata
 import json
 import os
 import pathlib
 import random
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -29,33 +29,12 @@ from typing import Any
 import aiohttp
 import click
 import numpy as np
-import torch
 from attrs import define, frozen
 from rich.console import Console
 from rich.table import Table
+from servers import QWEN3_8B, launch, provenance, write_model
+from serving import environment, free_port, http, sampling
 
-ROOT = pathlib.Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "tests"))
-
-from serving import environment, free_port, http, sampling  # noqa: E402
-
-QWEN3_8B = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "num_hidden_layers": 36,
-    "vocab_size": 151936,
-    "max_position_embeddings": 40960,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000,
-    "torch_dtype": "bfloat16",
-    "tie_word_embeddings": False,
-    "hidden_act": "silu",
-}
 PAGE_SIZE = 64
 L1_TOKENS = 49152
 CONFIGURATIONS: dict[str, list[str]] = {
@@ -77,22 +56,28 @@ class Server:
     Attributes:
         url: where it listens.
         memory: bytes of GPU memory taken while it started.
-        ttft: tokens of a prompt -> seconds to the first token, each prompt restored from L2.
+        firsts: tokens of a prompt -> its answers, each prompt restored from L2.
         gaps: seconds between tokens of the decoding batch, one list for each repeat.
     """
 
     url: str
     memory: int | None
-    ttft: dict[int, list[float]]
+    firsts: dict[int, list["First"]]
     gaps: list[list[float]]
 
 
 @frozen
 class First:
-    """A request's first token."""
+    """A request's first token.
+
+    Attributes:
+        seconds: since it was asked for.
+        queued: seconds of it before SGLang put the request into a batch.
+        from_host: tokens restored from L2.
+    """
 
     seconds: float
-    from_device: int
+    queued: float
     from_host: int
 
 
@@ -106,8 +91,8 @@ async def ask(session: aiohttp.ClientSession, url: str, tokens: list[int]) -> Fi
     start = time.perf_counter()
     async with session.post(f"{url}/generate", json={"input_ids": tokens, "sampling_params": sampling(1)}) as answer:
         meta = (await answer.json())["meta_info"]
-    details = meta.get("cached_tokens_details") or {"device": 0, "host": 0}
-    return First(time.perf_counter() - start, details["device"], details["host"])
+    seconds, details = time.perf_counter() - start, meta.get("cached_tokens_details") or {"host": 0}
+    return First(seconds, meta["queue_time"], details["host"])
 
 
 async def decode(session: aiohttp.ClientSession, url: str, tokens: list[int], gaps: list[float]) -> None:
@@ -123,15 +108,17 @@ async def decode(session: aiohttp.ClientSession, url: str, tokens: list[int], ga
                 last = now
 
 
-async def measure_ttft(server: Server, tokens: int, keep: bool) -> None:
+async def measure_ttft(servers: list[Server], tokens: int, keep: bool) -> None:
     """One cycle over the prompts of a length."""
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(300)) as session:
-        for seed in range(PROMPTS[tokens]):
-            first = await ask(session, server.url, prompt(seed + tokens, tokens))
-            if keep:
-                if first.from_host < tokens - 2 * PAGE_SIZE:
+        for number in range(PROMPTS[tokens]):
+            turn = number % len(servers)
+            for server in (*servers[turn:], *servers[:turn]):
+                first = await ask(session, server.url, prompt(number + tokens, tokens))
+                if keep and first.from_host < tokens - 2 * PAGE_SIZE:
                     raise click.ClickException(f"{tokens} tokens: {first.from_host} came from L2; nothing measured")
-                server.ttft[tokens].append(first.seconds)
+                if keep:
+                    server.firsts[tokens].append(first)
 
 
 async def measure_gaps(server: Server, round_: int) -> None:
@@ -160,16 +147,25 @@ async def measure_gaps(server: Server, round_: int) -> None:
     await asyncio.sleep(1)
 
 
-def start(name: str, model: pathlib.Path, scratch: pathlib.Path, stack: contextlib.ExitStack) -> Server:
-    """A server of one configuration, up."""
+def start(
+    name: str, cores: list[int], model: pathlib.Path, scratch: pathlib.Path, stack: contextlib.ExitStack
+) -> Server:
+    """A server of one configuration, up, on some of the processor's cores."""
     port = free_port()
-    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--port", str(port)]
-    command += ["--skip-tokenizer-init", "--load-format", "dummy", "--attention-backend", "triton"]
-    command += ["--sampling-backend", "pytorch", "--mem-fraction-static", "0.8", "--max-total-tokens", str(L1_TOKENS)]
-    command += ["--page-size", str(PAGE_SIZE), "--cuda-graph-backend-prefill", "disabled", "--context-length", "16384"]
-    command += ["--cuda-graph-max-bs-decode", "32", "--enable-hierarchical-cache", "--hicache-size", "16"]
+    words = ["--skip-tokenizer-init", "--load-format", "dummy", "--context-length", "16384", "--enable-metrics"]
+    words += [
+        "--cuda-graph-max-bs-decode",
+        "32",
+        "--sleep-on-idle",
+        "--enable-hierarchical-cache",
+        "--hicache-size",
+        "16",
+    ]
+    words += CONFIGURATIONS[name]
+    command = launch(model, port, l1_tokens=L1_TOKENS, page_size=PAGE_SIZE, memory=0.8, arguments=words)
+    command = ["taskset", "--cpu-list", ",".join(map(str, cores)), *command]
     variables = environment() | ({"SGLANG_PLUGINS": "none"} if name == "stock" else {})
-    server = stack.enter_context(http([*command, *CONFIGURATIONS[name]], scratch / f"{name}.log", port, variables))
+    server = stack.enter_context(http(command, scratch / f"{name}.log", port, variables))
     return Server(server.url, gpu_memory(server.process_group), {tokens: [] for tokens in PROMPTS}, [])
 
 
@@ -192,19 +188,29 @@ def interval(values: list[float], of: Any) -> list[float]:
     return [float(edge) for edge in np.percentile(estimates, [2.5, 97.5])]
 
 
-def summary(server: Server) -> dict[str, Any]:
-    """Medians and intervals in milliseconds."""
+def summary(server: Server, stock: Server) -> dict[str, Any]:
+    """Medians and intervals in milliseconds; ratios to `stock`, of the same prompts and repeats."""
     out: dict[str, Any] = {"gpu_bytes": server.memory, "ttft_ms": {}, "inter_token_ms": {}}
-    for tokens, seconds in server.ttft.items():
-        ms = [1e3 * value for value in seconds]
+    for tokens, firsts in server.firsts.items():
+        ms = [1e3 * first.seconds for first in firsts]
+        ratios = [mine.seconds / its.seconds for mine, its in zip(firsts, stock.firsts[tokens], strict=True)]
         out["ttft_ms"][str(tokens)] = {
             "median": statistics.median(ms),
             "interval": interval(ms, np.median),
+            "queued": statistics.median(1e3 * first.queued for first in firsts),
+            "ratio": statistics.median(ratios),
+            "ratio_interval": interval(ratios, np.median),
             "samples": len(ms),
         }
     for percentile in (50, 99):
-        each = [1e3 * float(np.percentile(gaps, percentile)) for gaps in server.gaps]
-        out["inter_token_ms"][f"p{percentile}"] = {"median": statistics.median(each), "repeats": each}
+        each, its = ([1e3 * float(np.percentile(gaps, percentile)) for gaps in of.gaps] for of in (server, stock))
+        ratios = [mine / other for mine, other in zip(each, its, strict=True)]
+        out["inter_token_ms"][f"p{percentile}"] = {
+            "median": statistics.median(each),
+            "repeats": each,
+            "ratio": statistics.median(ratios),
+            "ratio_range": [min(ratios), max(ratios)],
+        }
     return out
 
 
@@ -240,12 +246,13 @@ def main(out: pathlib.Path, picture: pathlib.Path | None, repeats: int) -> None:
 
     with contextlib.ExitStack() as stack:
         scratch = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        model = scratch / "model"
-        model.mkdir()
-        (model / "config.json").write_text(json.dumps(QWEN3_8B))
+        model = write_model(scratch / "model", QWEN3_8B)
         progress("starting servers, 90 s")
+        cores = sorted(os.sched_getaffinity(0))
+        share = max(1, len(cores) // len(CONFIGURATIONS))  # neighbours, which may be halves of one core
+        parts = {name: cores[share * i : share * (i + 1)] or cores for i, name in enumerate(CONFIGURATIONS)}
         with ThreadPoolExecutor() as pool:
-            started = pool.map(lambda name: start(name, model, scratch, stack), CONFIGURATIONS)
+            started = pool.map(lambda name: start(name, parts[name], model, scratch, stack), CONFIGURATIONS)
             servers = dict(zip(CONFIGURATIONS, started, strict=True))
         order = list(servers.values())
         for round_ in range(repeats + 1):
@@ -253,9 +260,8 @@ def main(out: pathlib.Path, picture: pathlib.Path | None, repeats: int) -> None:
                 progress(
                     f"round {round_} of {repeats}{'' if round_ else ', to warm up'}: time to first of {tokens} tokens"
                 )
-                for server in order:
-                    asyncio.run(measure_ttft(server, tokens, keep=False))
-                    asyncio.run(measure_ttft(server, tokens, keep=round_ > 0))
+                asyncio.run(measure_ttft(order, tokens, keep=False))
+                asyncio.run(measure_ttft(order, tokens, keep=round_ > 0))
             progress(f"round {round_} of {repeats}: inter-token latency")
             for server in order:
                 asyncio.run(measure_gaps(server, round_))
@@ -271,9 +277,7 @@ def report(servers: dict[str, Server], repeats: int) -> dict[str, Any]:
     """What goes to the file."""
     return {
         "what": "time to first token after a restore from L2, and inter-token latency beside restores",
-        "command": f"python tools/serving_latency.py --repeats {repeats}",
-        "hardware": torch.cuda.get_device_name(),
-        "versions": {name: importlib.metadata.version(name) for name in ("hiqcache", "sglang", "torch", "triton")},
+        **provenance(f"python tools/serving_latency.py --repeats {repeats}"),
         "settings": {
             "page_size": PAGE_SIZE,
             "l1_tokens": L1_TOKENS,
@@ -281,7 +285,7 @@ def report(servers: dict[str, Server], repeats: int) -> dict[str, Any]:
             "arrivals_per_s": RATE,
             "seconds": SECONDS,
         },
-        "servers": {name: summary(server) for name, server in servers.items()},
+        "servers": {name: summary(server, servers["stock"]) for name, server in servers.items()},
     }
 
 
@@ -296,16 +300,12 @@ def write(result: dict[str, Any], out: pathlib.Path, picture: pathlib.Path | Non
 def show(result: dict[str, Any]) -> None:
     """A table, beside stock."""
     table = Table("", *result["servers"])
-    stock = result["servers"]["stock"]
     for tokens in map(str, PROMPTS):
-        row = [data["ttft_ms"][tokens]["median"] for data in result["servers"].values()]
-        table.add_row(
-            f"TTFT {tokens}", *(f"{ms:.1f} ms ({ms / stock['ttft_ms'][tokens]['median']:.2f}x)" for ms in row)
-        )
+        cells = [data["ttft_ms"][tokens] for data in result["servers"].values()]
+        table.add_row(f"TTFT {tokens}", *(f"{cell['median']:.1f} ms ({cell['ratio']:.2f}x)" for cell in cells))
     for p in ("p50", "p99"):
-        row = [data["inter_token_ms"][p]["median"] for data in result["servers"].values()]
-        base = stock["inter_token_ms"][p]["median"]
-        table.add_row(f"inter-token {p}", *(f"{ms:.2f} ms ({ms / base:.2f}x)" for ms in row))
+        cells = [data["inter_token_ms"][p] for data in result["servers"].values()]
+        table.add_row(f"inter-token {p}", *(f"{cell['median']:.2f} ms ({cell['ratio']:.2f}x)" for cell in cells))
     memory = [data["gpu_bytes"] for data in result["servers"].values()]
     table.add_row("GPU memory", *("unknown" if taken is None else f"{taken / 1e9:.2f} GB" for taken in memory))
     Console(width=120).print(table)

@@ -28,6 +28,9 @@ from hiqcache.transfer.movers import CopyEngineMover, KernelMover, Mover
 
 LANE_BYTES = 64 << 20
 """Staging of one direction, where the caller brings none."""
+SMALL_BYTES = 64 << 20
+"""Encoded bytes up to which a transfer is moved by the kernel, one launch of which costs the host less than a batch of
+copies does."""
 FIRST_BYTES = 8 << 20
 """Encoded bytes that a transfer begins with, or more where few layers at a time would starve the link."""
 GROWTH = 2
@@ -55,8 +58,8 @@ def obstacle(representation: HostRepresentation) -> str | None:
 class CudaTransfer(Transfer):
     """Fused kernels, long copies, and both at once.
 
-    Long `page_first` pages whose slots are on the CPU go through the copy engine; everything else through a kernel that
-    reads and writes pinned memory.
+    Large transfers of long `page_first` pages whose slots are on the CPU go through the copy engine; everything else
+    through a kernel that reads and writes pinned memory.
 
     Args:
         representation: gives tile functions.
@@ -166,7 +169,8 @@ class CudaTransfer(Transfer):
         return _Restore(mover, mover.locate(host_indices), slots, self._groups(len(slots), mover.run_layers))
 
     def _mover_for(self, host_indices: torch.Tensor) -> Mover:
-        return self._kernel_mover if host_indices.is_cuda else self._mover
+        encoded = len(host_indices) // self._page_size * self._layers * self._layer_bytes
+        return self._kernel_mover if host_indices.is_cuda or encoded <= SMALL_BYTES else self._mover
 
     def _groups(self, pages: int, run_layers: int) -> dict[int, range]:
         """The layers to restore at a time, by the first of them.
