@@ -273,7 +273,7 @@ def test_a_pool_has_the_pages_asked_for(tmp_path: pathlib.Path):
 
 @pytest.mark.parametrize("ids", [(0,), (0, 1, 2), (3, 5, 6, 7, 100), (9,), (2, 4, 6)])
 def test_page_ids_survive_as_text(ids: tuple[int, ...]):
-    assert parse_ranges(page_ranges(ids)) == ids
+    assert parse_ranges(page_ranges(ids), 101) == ids
 
 
 def test_page_ids_are_written_short():
@@ -282,11 +282,18 @@ def test_page_ids_are_written_short():
 
 
 @pytest.mark.parametrize(
-    "text", ["", "a", "1-", "-1", "3-2", "1,1", "5,4", "1-2-3", "1, 2", "٣", "0-99999999999", "1.5", "0x1"]
+    "text", ["", "a", "1-", "-1", "3-2", "1,1", "5,4", "1-2-3", "1, 2", "٣", "1.5", "9" * 5000, "0x1"]
 )
 def test_what_is_no_page(text: str):
     with pytest.raises(DumpError):
-        parse_ranges(text)
+        parse_ranges(text, 10**15)
+
+
+def test_a_wrong_number_does_not_become_a_long_list():
+    with pytest.raises(DumpError, match="no page 999999999999999; the pool's are 0 to 9"):
+        parse_ranges("0-999999999999999", 10)
+    with pytest.raises(DumpError, match="there are 1,000,000,000,000,000 of them, and 5 pages in the file"):
+        parse_ranges("0-999999999999999", 10**18, most=5)
 
 
 # -- measuring ---------------------------------------------------------------------------------------------------------
@@ -591,6 +598,8 @@ def rewritten(file: pathlib.Path, to: pathlib.Path, **text: str | None) -> pathl
         ({"hiqcache.geometry": '{"dtype": "bfloat16", "layers": -1}'}, "its metadata's geometry makes no sense"),
         ({"hiqcache.page_ids": "0-3"}, "has axes [2, 5, 4, 3]; the metadata names 2 layers and 4 pages"),
         ({"hiqcache.page_ids": "5,1"}, "page ids make no sense: pages '1' do not ascend"),
+        ({"hiqcache.page_ids": "0-4,7"}, "page ids make no sense: there are 6 of them, and 5 pages in the file"),
+        ({"hiqcache.pool_pages": "9"}, "page ids make no sense: there is no page 9; the pool's are 0 to 8"),
         ({"hiqcache.pool_pages": "many"}, "hiqcache.pool_pages = 'many'; allowed: a whole number"),
     ],
     ids=str,

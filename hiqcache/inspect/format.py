@@ -89,8 +89,12 @@ class Metadata:
         return text | ({"sglang.version": self.sglang_version} if self.sglang_version else {})
 
     @classmethod
-    def from_text(cls, text: Mapping[str, str]) -> "Metadata":
+    def from_text(cls, text: Mapping[str, str], most_pages: int) -> "Metadata":
         """Read `to_text` back.
+
+        Args:
+            text: a file's metadata.
+            most_pages: length of the longest page axis in the file.
 
         Raises:
             DumpError: it is not a dump's, of another version, or a field is missing or makes no sense.
@@ -108,12 +112,13 @@ class Metadata:
 
         def whole(name: str) -> int:
             value = entry(name)
-            if not value.isascii() or not value.isdigit():
+            if not _is_whole(value):
                 raise DumpError(f"its metadata has {_PREFIX}{name} = {value!r}; allowed: a whole number")
             return int(value)
 
+        pool_pages = whole("pool_pages")
         try:
-            page_ids = parse_ranges(entry("page_ids"))
+            page_ids = parse_ranges(entry("page_ids"), pool_pages, most_pages)
         except DumpError as error:
             raise DumpError(f"its metadata's page ids make no sense: {error}") from error
         return cls(
@@ -121,7 +126,7 @@ class Metadata:
             format_tag=entry("format_tag"),
             geometry=_geometry(entry("geometry")),
             page_ids=page_ids,
-            pool_pages=whole("pool_pages"),
+            pool_pages=pool_pages,
             tp_rank=whole("tp_rank"),
             hiqcache_version=entry("version"),
             sglang_version=text.get("sglang.version"),
@@ -148,28 +153,37 @@ def page_ranges(ids: Sequence[int]) -> str:
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)
 
 
-def parse_ranges(text: str) -> tuple[int, ...]:
+def parse_ranges(text: str, pool_pages: int, most: int | None = None) -> tuple[int, ...]:
     """The page ids that `0-41,57` names.
 
+    Args:
+        text: the ranges.
+        pool_pages: pages that there are, numbered from 0.
+        most: ids that there may be; None leaves it at `pool_pages`.
+
     Raises:
-        DumpError: it is anything else, or the ids do not ascend.
+        DumpError: it is anything else, the ids do not ascend, or there are no such pages.
     """
-    ids: list[int] = []
+    ranges: list[tuple[int, int]] = []
     for piece in text.split(","):
         ends = piece.split("-")
-        if len(ends) > 2 or not all(end.isascii() and end.isdigit() for end in ends):
+        if len(ends) > 2 or not all(map(_is_whole, ends)):
             raise DumpError(f"{piece!r} is no page and no range of pages; allowed: N, or FIRST-LAST, joined by commas")
         first, last = int(ends[0]), int(ends[-1])
-        if first > last or (ids and first <= ids[-1]):
+        if first > last or (ranges and first <= ranges[-1][1]):
             raise DumpError(f"pages {piece!r} do not ascend")
-        if last - first >= MOST_PAGES:
-            raise DumpError(f"pages {piece!r} are more than {MOST_PAGES:,}")
-        ids.extend(range(first, last + 1))
-    return tuple(ids)
+        ranges.append((first, last))
+    if ranges[-1][1] >= pool_pages:
+        raise DumpError(f"there is no page {ranges[-1][1]}; the pool's are 0 to {pool_pages - 1}")
+    # Counted before they are listed: a wrong number must not become a list of its length.
+    count = sum(last - first + 1 for first, last in ranges)
+    if most is not None and count > most:
+        raise DumpError(f"there are {count:,} of them, and {most:,} pages in the file")
+    return tuple(page for first, last in ranges for page in range(first, last + 1))
 
 
-MOST_PAGES = 1 << 30
-"""No host pool has more; a damaged number must not become a list of that length."""
+def _is_whole(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) < 19
 
 
 def tensor_name(part: Part, section: str) -> str:

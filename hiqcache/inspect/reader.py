@@ -55,7 +55,8 @@ class Dump:
         try:
             header = _header(file)
             text = header.pop("__metadata__", {})
-            self.metadata = Metadata.from_text(text)
+            axes = (_entry(name, entry)[1] for name, entry in header.items())
+            self.metadata = Metadata.from_text(text, max((shape[1] for shape in axes if len(shape) > 1), default=0))
             self.sections = _sections(header, self.metadata)
             self._tensors = safetensors.safe_open(file, framework="pt")
             self._tensors.__enter__()

@@ -223,10 +223,7 @@ def _selected(pool: RepresentationHostPool, pages: str) -> tuple[int, ...]:
         if not page_ids:
             raise DumpError("L2 holds no page yet")
         return page_ids
-    page_ids = tuple(range(pool.page_num)) if pages == ALL else parse_ranges(pages)
-    if page_ids[-1] >= pool.page_num:
-        raise DumpError(f"there is no page {page_ids[-1]}; the pool's are 0 to {pool.page_num - 1}")
-    return page_ids
+    return tuple(range(pool.page_num)) if pages == ALL else parse_ranges(pages, pool.page_num)
 
 
 def _metadata(pool: RepresentationHostPool, page_ids: tuple[int, ...], tp_rank: int) -> Metadata:
