@@ -364,6 +364,7 @@ def test_the_report(result: Result, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     # bf16 was 2nd, 1st and 3rd; int8 3rd, 2nd and 1st.
     assert "| tokens from L2 | 0 | 10,000 (10,000 to 90,000) | 50,000 (30,000 to 60,000) |" in lines
     assert "| hit rate | 7.2% | 10.8% (10.8% to 39.5%) | 25.1% (18.0% to 28.7%) |" in lines
+    assert "| tokens backed up | 80,000 | 80,000 | 80,000 |" in lines
     assert "| backed up, GB | 6.64 | 6.64 | 6.64 |" in lines
     assert picture.stat().st_size > 1000
 

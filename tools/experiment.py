@@ -50,6 +50,7 @@ from hiqcache.model_config import geometry_from_config
 
 PAGE_SIZE = 1
 MEMORY = 0.9
+SERVER = ("--enable-metrics", "--skip-server-warmup", "--sleep-on-idle", "--cuda-graph-max-bs-decode", "16")
 HICACHE = ("--enable-hierarchical-cache", "--hicache-write-policy", "write_back")
 REPRESENTATION = "--hicache-representation"
 COUNTERS = {
@@ -334,7 +335,7 @@ def serve(
             l1_tokens=configuration.l1_tokens,
             page_size=PAGE_SIZE,
             memory=MEMORY,
-            arguments=["--enable-metrics", "--cuda-graph-max-bs-decode", "16", *arguments, *configuration.arguments],
+            arguments=[*SERVER, *arguments, *configuration.arguments],
         )
         variables = environment() | ({} if configuration.uses_hiqcache else {"SGLANG_PLUGINS": "none"})
         log = scratch / f"{index}-{configuration.name}.log"

@@ -13,6 +13,8 @@ COLUMNS: tuple[tuple[str, Callable[[Run], float], str], ...] = (
     ("tokens from L1", lambda run: run["from_l1_tokens"], ",.0f"),
     ("tokens from L2", lambda run: run["from_l2_tokens"], ",.0f"),
     ("L2 tokens in use", lambda run: run["l2_used_tokens"], ",.0f"),
+    ("tokens backed up", lambda run: run["backup_tokens"], ",.0f"),
+    ("tokens restored", lambda run: run["restore_tokens"], ",.0f"),
     ("backed up, GB", lambda run: run["backup_bytes"] / 1e9, ".3g"),
     ("restored, GB", lambda run: run["restore_bytes"] / 1e9, ".3g"),
     ("TTFT mean, ms", lambda run: run["ttft_ms"]["mean"], ".0f"),
