@@ -24,7 +24,6 @@ SERVER = Facts(
     sglang_version="0.5.23",
     sglang=SGLang(
         missing_hooks=(),
-        available_bytes=200 * 10**9,
         machine_bytes=200 * 10**9,
         reserve_bytes=10 * GIB,
         compilers=COMPILERS,
@@ -104,13 +103,14 @@ def test_a_machine_with_nothing():
         ("SGLang's compilers", evolve(SERVER, found={}), {}, "failed", "c++, /usr/local/cuda/bin/nvcc, ninja", "PATH"),
         # 200 GB less 10 GiB are 189.26 GB.
         ("host memory", SERVER, {}, "ok", "room for 189 GB on each of 1 rank(s)", ""),
-        ("host memory", SERVER, {"size": 47, "tp_size": 4}, "ok", "200.0 GB free in the machine", ""),
+        ("host memory", with_sglang(cgroup_bytes=10**12), {}, "ok", "200.0 GB free on the machine", ""),
+        ("host memory", SERVER, {"size": 47, "tp_size": 4}, "ok", "200.0 GB free on the machine", ""),
         ("host memory", SERVER, {"size": 48, "tp_size": 4}, "failed", "wanted: 48 GB each", "--hicache-size 47"),
-        ("host memory", with_sglang(available_bytes=12 * GIB), {"size": 3}, "failed", "container's limit", "size 2"),
-        ("host memory", with_sglang(available_bytes=GIB), {}, "failed", "room for 0 GB", "raise the container's"),
-        ("host memory", with_sglang(available_bytes=GIB), {"size": 1}, "failed", "wanted: 1 GB", "container's"),
+        ("host memory", with_sglang(cgroup_bytes=12 * GIB), {"size": 3}, "failed", "within the container", "size 2"),
+        ("host memory", with_sglang(cgroup_bytes=GIB), {}, "failed", "room for 0 GB", "raise the container's"),
+        ("host memory", with_sglang(machine_bytes=GIB), {"size": 1}, "failed", "wanted: 1 GB", "container's"),
         ("host memory", with_sglang(cgroup_error="no file"), {}, "warning", "unknown (no file)", "give --hicache-size"),
-        ("host memory", with_sglang(available_bytes=None, error="E: e"), {}, "warning", "E: e", "repair"),
+        ("host memory", with_sglang(machine_bytes=None, error="E: e"), {}, "warning", "E: e", "repair"),
         ("pinned memory", evolve(SERVER, memlock_bytes=8 << 20), {"size": 40}, "ok", "8.4 MB; CUDA pinned 268 MB", ""),
         ("pinned memory", evolve(SERVER, memlock_bytes=GIB), {"size": 40}, "warning", "less than the 40", "memlock=-1"),
         ("pinned memory", evolve(SERVER, memlock_bytes=GIB), {"size": 1}, "ok", "1,073.7 MB", ""),
@@ -300,10 +300,9 @@ def test_the_installed_sglang():
     assert child.returncode == 0, child.stderr[-2000:]
     found = SGLang(**json.loads(child.stdout))
     assert (found.error, found.missing_hooks, found.log) == (None, (), ())
-    assert found.available_bytes is not None
     assert found.machine_bytes is not None
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    assert 0 < found.available_bytes <= found.machine_bytes <= total
+    assert 0 < found.machine_bytes <= total
     assert found.reserve_bytes == (10 * GIB if torch.cuda.is_available() else min(10 * GIB, total // 4))
     assert bool(found.compilers) == torch.cuda.is_available()
 

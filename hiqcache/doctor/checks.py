@@ -189,14 +189,15 @@ def _host_memory(facts: Facts, request: Request) -> Iterator[Finding]:
     sglang = facts.sglang
     if sglang is None:
         return
-    if sglang.available_bytes is None or sglang.reserve_bytes is None or sglang.machine_bytes is None:
+    if sglang.machine_bytes is None or sglang.reserve_bytes is None:
         yield Finding("host memory", Status.WARNING, f"SGLang could not be asked: {sglang.error}", "repair that first")
         return
-    free = sglang.available_bytes - sglang.reserve_bytes
-    most = max(0, int(free // 1e9) // request.tp_size)
-    within = "the container's limit" if sglang.available_bytes < sglang.machine_bytes else "the machine"
+    available, where = sglang.machine_bytes, "on the machine"
+    if sglang.cgroup_bytes is not None and sglang.cgroup_bytes < available:
+        available, where = sglang.cgroup_bytes, "within the container's limit"
+    most = max(0, (available - sglang.reserve_bytes) // 10**9 // request.tp_size)
     seen = (
-        f"{sglang.available_bytes / 1e9:.1f} GB free in {within}, of which SGLang keeps "
+        f"{available / 1e9:.1f} GB free {where}, of which SGLang keeps "
         f"{sglang.reserve_bytes / 1e9:.1f} GB: room for {most} GB on each of {request.tp_size} rank(s)"
     )
     if sglang.cgroup_error:

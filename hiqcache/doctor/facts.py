@@ -35,18 +35,18 @@ class SGLang:
         error: what stopped the questions.
         log: warnings and errors from loading plugins.
         missing_hooks: our hooks' targets that could not be hooked.
-        available_bytes: host memory that SGLang takes to be free, within the limits of its cgroups.
-        machine_bytes: the same of the whole machine.
-        cgroup_error: why the cgroups' limits cannot be known.
-        reserve_bytes: what SGLang leaves free of `available_bytes`.
+        machine_bytes: host memory that the machine has available.
+        cgroup_bytes: what the process's cgroups have left; None where they set no limit, or none that is known.
+        cgroup_error: why their limits cannot be known.
+        reserve_bytes: what SGLang leaves free of the smaller of the two.
         compilers: C++ and CUDA compiler of SGLang's own kernels; none without a GPU.
     """
 
     error: str | None = None
     log: tuple[str, ...] = field(default=(), converter=tuple)
     missing_hooks: tuple[str, ...] | None = field(default=None, converter=converters.optional(tuple))
-    available_bytes: int | None = None
     machine_bytes: int | None = None
+    cgroup_bytes: int | None = None
     cgroup_error: str | None = None
     reserve_bytes: int | None = None
     compilers: tuple[str, ...] = field(default=(), converter=tuple)

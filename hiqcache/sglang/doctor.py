@@ -26,6 +26,7 @@ def main() -> None:
 
 def _ask(facts: dict[str, Any]) -> None:
     """Fill in the fields of `hiqcache.doctor.SGLang`, as far as one gets."""
+    import psutil
     import torch
 
     from hiqcache.sglang import cpu
@@ -43,16 +44,15 @@ def _ask(facts: dict[str, Any]) -> None:
 
     facts["missing_hooks"] = plugin.missing_hooks()
 
-    from sglang.srt.mem_cache import host_memory
+    from sglang.srt.mem_cache.host_memory import _cgroup_memory_headroom
     from sglang.srt.mem_cache.pool_host import base
 
+    # What SGLang's `available_host_memory_bytes` takes the smaller one of.
+    facts["machine_bytes"] = psutil.virtual_memory().available
     try:
-        available = host_memory.available_host_memory_bytes()
-    except RuntimeError as error:
-        facts["cgroup_error"] = str(error.__cause__ or error)
-        available = host_memory.available_host_memory_bytes(allow_cgroup_fallback=True)
-    facts["available_bytes"] = available
-    facts["machine_bytes"] = host_memory.psutil.virtual_memory().available
+        facts["cgroup_bytes"] = _cgroup_memory_headroom()
+    except (OSError, RuntimeError) as error:
+        facts["cgroup_error"] = str(error)
     facts["reserve_bytes"] = base.HICACHE_HOST_MEMORY_RESERVE_BYTES
 
     if torch.cuda.is_available():
