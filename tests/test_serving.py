@@ -182,11 +182,13 @@ def check_metrics(server: HttpServer) -> None:
     ):
         (seconds,) = values("hiqcache:sampled_codec_seconds_total", operation=operation, **rank)
         (tokens,) = values("hiqcache:sampled_codec_tokens_total", operation=operation, **rank)
-        assert 0 < seconds < 60
-        if torch.cuda.is_available():
-            assert 0 < tokens < sum(values(counted, pool="kv"))
-        else:  # where every run is measured
-            assert [tokens] == pytest.approx(values(counted, pool="kv"))
+        (moved,) = values(counted, pool="kv")
+        if torch.cuda.is_available():  # a sample, perhaps none of so few
+            assert 0 <= tokens < moved
+        else:  # all of it
+            assert tokens == pytest.approx(moved)
+        assert bool(seconds) == bool(tokens)
+        assert seconds < 60
 
     absent = dashboard_metrics() - {sample.name for sample in samples}
     # SGLang times transfers with GPU events.
