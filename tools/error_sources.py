@@ -1,0 +1,409 @@
+"""Where int8's error comes from, and what other formats of about its size would change: a study on a model's real KV.
+
+    python tools/error_sources.py run --prompts prompts.json --out docs/results/error-sources.json
+    python tools/error_sources.py report docs/results/error-sources.json
+    python tools/error_sources.py plot docs/results/error-sources.json --out docs/results/error-sources.svg
+
+The model runs in float32 in this process, on a GPU if there is one, without SGLang. Each prompt's prefix is computed
+once; its KV, rounded to BF16 as L1 holds it, goes through each variant of the format and back, and the text's true
+continuation is computed on top. Reported for each variant: the error of K and V relative to their size (root mean
+square), after one trip and after two, and the divergence of the next token's distribution (KL over the whole
+vocabulary, in nats) from that on unchanged BF16 KV. `prompts.json` is that of tools/quality.py.
+
+`int8` here is the format's own code; every other variant is written below, as arithmetic on values: none is a format.
+"""
+
+import json
+import math
+import platform
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+import torch
+from attrs import frozen
+from quality_report import estimate, kl, table
+from quality_texts import Prompt, Prompts
+from rich.console import Console
+from rich.progress import track
+
+from hiqcache import sample_model
+from hiqcache.backends.int8 import Int8
+from hiqcache.geometry import KVGeometry, Part
+
+CALIBRATION = 4
+"""Prompts, behind those that are measured, from which the per-channel scales are taken."""
+LEVELS = 127
+
+
+@frozen
+class Place:
+    """Which rows are coded.
+
+    Attributes:
+        part: K or V.
+        layer: of the model.
+        channels: typical magnitude of each channel of this part and layer in other texts, `[heads, dim]`.
+    """
+
+    part: Part
+    layer: int
+    channels: torch.Tensor
+
+
+Codec = Callable[[torch.Tensor, Place], torch.Tensor]
+"""`[tokens, heads, dim]` float32 of BF16 numbers -> what comes back, float32."""
+
+
+def bf16(x: torch.Tensor) -> torch.Tensor:
+    return x.bfloat16().float()
+
+
+def grid(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """The multiple of the scale nearest to x, of those that 8 bits hold."""
+    return (x / scale).round().clamp(-LEVELS, LEVELS) * scale
+
+
+def absmax(x: torch.Tensor) -> torch.Tensor:
+    return x.abs().amax(-1, keepdim=True).clamp(min=2.0**-112)
+
+
+def format_itself(x: torch.Tensor, place: Place) -> torch.Tensor:
+    tokens, heads, dim = x.shape
+    int8 = Int8(KVGeometry(layers=1, heads=heads, head_dim=dim, v_head_dim=dim, page_size=1))
+    blocks = x.new_empty(tokens, int8.layouts[place.part].block_bytes, dtype=torch.uint8)
+    out = x.new_empty(tokens, 1, heads, dim, dtype=torch.bfloat16)
+    int8.encode(x.bfloat16()[:, None], place.part, blocks)
+    int8.decode(blocks, place.part, out)
+    return out[:, 0].float()
+
+
+def only(part: Part) -> Codec:
+    return lambda x, place: format_itself(x, place) if place.part is part else x
+
+
+def exact_scale(x: torch.Tensor, place: Place) -> torch.Tensor:
+    """A float32 scale, values returned unrounded: the quantiser alone."""
+    return grid(x, absmax(x) / LEVELS)
+
+
+def unrounded(x: torch.Tensor, place: Place) -> torch.Tensor:
+    """The format's BF16 scale, values returned unrounded."""
+    return grid(x, bf16(absmax(x) / LEVELS))
+
+
+def float32_scale(x: torch.Tensor, place: Place) -> torch.Tensor:
+    return bf16(exact_scale(x, place))
+
+
+def zero_point(x: torch.Tensor, place: Place) -> torch.Tensor:
+    """256 levels from the smallest to the largest value of a head; scale and offset in BF16."""
+    low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
+    scale, middle = bf16(((high - low) / 255).clamp(min=2.0**-112)), bf16((high + low) / 2)
+    return bf16(((x - middle) / scale).round().clamp(-128, 127) * scale + middle)
+
+
+def in_groups(size: int) -> Codec:
+    """A BF16 scale for every `size` neighbouring values."""
+
+    def code(x: torch.Tensor, place: Place) -> torch.Tensor:
+        groups = x.unflatten(-1, (-1, min(size, x.shape[-1])))
+        return bf16(grid(groups, bf16(absmax(groups) / LEVELS))).flatten(-2)
+
+    return code
+
+
+def per_channel(x: torch.Tensor, place: Place) -> torch.Tensor:
+    """K divided by its channels' typical magnitude, known beforehand; V as it is."""
+    if place.part is Part.V:
+        return format_itself(x, place)
+    level = x / place.channels
+    return bf16(grid(level, bf16(absmax(level) / LEVELS)) * place.channels)
+
+
+def hadamard(like: torch.Tensor) -> torch.Tensor:
+    """The orthogonal matrix of 1 and -1, scaled, that turns the last axis of `like`; its size is a power of two."""
+    matrix = like.new_ones(1, 1)
+    while len(matrix) < like.shape[-1]:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    return matrix / math.sqrt(len(matrix))
+
+
+def rotated(*parts: Part, group: int | None = None) -> Codec:
+    """Heads of `parts` turned by a Hadamard matrix before, and back afterwards; a scale for each group of values."""
+
+    def code(x: torch.Tensor, place: Place) -> torch.Tensor:
+        if place.part not in parts:
+            return format_itself(x, place)
+        turn = hadamard(x)
+        turned = (x @ turn).unflatten(-1, (-1, group or x.shape[-1]))
+        return bf16(grid(turned, bf16(absmax(turned) / LEVELS)).flatten(-2) @ turn.T)
+
+    return code
+
+
+def fp8(x: torch.Tensor, place: Place) -> torch.Tensor:
+    """As --kv-cache-dtype fp8_e4m3 without calibrated scales."""
+    return x.clamp(-448, 448).to(torch.float8_e4m3fn).float()
+
+
+def scaled_fp8(x: torch.Tensor, place: Place) -> torch.Tensor:
+    """FP8 (e4m3) with int8's scale for each head."""
+    scale = bf16(absmax(x) / 448)
+    return bf16((x / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale)
+
+
+@frozen
+class Variant:
+    """A codec to try.
+
+    Attributes:
+        what: for tables.
+        code: the codec.
+        used_bytes: of one token's record with 8 heads x 128, before padding to a multiple of 128; None if no format.
+    """
+
+    what: str
+    code: Codec
+    used_bytes: int | None = None
+
+
+VARIANTS = {
+    "int8": Variant("the format as it is", format_itself, 1040),
+    "K only": Variant("K through int8, V unchanged", only(Part.K)),
+    "V only": Variant("V through int8, K unchanged", only(Part.V)),
+    "quantiser": Variant("int8 with an exact scale and unrounded output", exact_scale),
+    "+ BF16 scale": Variant("int8 with unrounded output", unrounded),
+    "float32 scale": Variant("a float32 scale for each head", float32_scale, 1056),
+    "zero point": Variant("256 levels from smallest to largest, BF16 offset", zero_point, 1056),
+    "groups of 32": Variant("a BF16 scale for every 32 values", in_groups(32), 1088),
+    "groups of 16": Variant("a BF16 scale for every 16 values", in_groups(16), 1152),
+    "channel scales": Variant("K divided by calibrated magnitudes of its channels", per_channel, 1040),
+    "Hadamard": Variant("heads rotated before, and back after", rotated(*Part), 1040),
+    "Hadamard of K": Variant("the same for K alone", rotated(Part.K), 1040),
+    "both": Variant("heads rotated, and groups of 16", rotated(*Part, group=16), 1152),
+    "FP8 per head": Variant("e4m3 with a BF16 scale for each head", scaled_fp8, 1040),
+    "FP8": Variant("e4m3 without a scale", fp8, 1024),
+}
+
+
+# The model. ---------------------------------------------------------------------------------------------------------
+
+Rows = list[dict[Part, torch.Tensor]]
+"""For each layer, K and V `[tokens, heads, dim]` float32."""
+
+
+class Model:
+    """A causal language model in float32, its KV in our hands."""
+
+    def __init__(self, folder: Path):
+        from transformers import AutoModelForCausalLM
+
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self.model.to(self.device)  # pyright: ignore[reportArgumentType] (transformers wraps it in its own type)
+
+    def compute(self, tokens: Sequence[int]) -> Rows:
+        """KV of a text, rounded to BF16."""
+        cache = self.model.model(torch.tensor([tokens], device=self.device), use_cache=True).past_key_values
+        return [
+            {part: bf16(x[0].transpose(0, 1)) for part, x in zip(Part, (layer.keys, layer.values), strict=True)}
+            for layer in cache.layers
+        ]
+
+    def logprobs(self, rows: Rows, continuation: Sequence[int]) -> torch.Tensor:
+        """`[positions, vocabulary]`: after each token of a continuation, on top of given KV."""
+        from transformers import DynamicCache
+
+        cache = DynamicCache()
+        for layer, parts in enumerate(rows):
+            k, v = (parts[part].transpose(0, 1)[None] for part in Part)
+            cache.update(k, v, layer)
+        tokens = torch.tensor([continuation], device=self.device)
+        return self.model(tokens, past_key_values=cache).logits[0].log_softmax(-1)
+
+
+def channel_magnitudes(model: Model, prompts: Sequence[Any]) -> list[dict[Part, torch.Tensor]]:
+    """Root mean square of each channel in some texts, `[heads, dim]` for each layer and part."""
+    texts = [model.compute(prompt.prefix) for prompt in prompts]
+    return [
+        {
+            part: torch.cat([rows[layer][part] for rows in texts]).square().mean(0).sqrt().clamp(min=1e-6)
+            for part in Part
+        }
+        for layer in range(len(texts[0]))
+    ]
+
+
+@click.group(help=__doc__)
+def main() -> None:
+    pass
+
+
+@main.command()
+@click.option(
+    "--model", "folder", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Default: SmolLM2-135M."
+)
+@click.option("--prompts", "file", required=True, type=click.Path(exists=True, path_type=Path))
+@click.option("--count", default=48, show_default=True, type=click.IntRange(min=1), help="Prompts to measure on.")
+@click.option("--out", required=True, type=click.Path(path_type=Path), help="JSON file to write.")
+@torch.inference_mode()
+def run(folder: Path | None, file: Path, count: int, out: Path) -> None:
+    """Measure every variant."""
+    prompts = Prompts.load(file).prompts
+    if len(prompts) < count + CALIBRATION:
+        raise click.ClickException(f"{file} holds {len(prompts)} prompts; --count {count} and {CALIBRATION} are needed")
+    folder = folder or sample_model.fetch()
+    model = Model(folder)
+    channels = channel_magnitudes(model, prompts[count : count + CALIBRATION])
+    dim = channels[0][Part.K].shape[-1]
+    if dim & (dim - 1):
+XX    measured: dict[str, list[float]] = {name: [] for name in VARIANTS}
+    wrong: dict[str, dict[str, Any]] = {name: {"once": 0.0, "twice": 0.0} for name in VARIANTS}
+    size: Any = 0.0
+    for prompt in track(prompts[:count], "measuring", console=Console(stderr=True)):
+        rows = model.compute(prompt.prefix)
+        continuation = prompt.tokens[prompt.prefix_tokens :]
+        exact = model.logprobs(rows, continuation)
+        size += squares(rows)
+        for name, variant in VARIANTS.items():
+            once = coded(rows, variant.code, channels)
+            other = model.logprobs(once, continuation)
+            measured[name].append(float((exact.exp() * (exact - other)).sum(-1).mean()))
+            wrong[name]["once"] += squares(once, rows)
+            wrong[name]["twice"] += squares(coded(once, variant.code, channels), rows)
+    relative = {name: {trips: np.sqrt(sums / size) for trips, sums in wrong[name].items()} for name in VARIANTS}
+    values = {name: np.array(by_prompt) for name, by_prompt in measured.items()}
+    result = {
+        "what": "error of int8 and of other formats on the KV of a real model, and what it does to the next token",
+        "command": "python tools/error_sources.py run",
+        "hardware": torch.cuda.get_device_name() if model.device == "cuda" else f"CPU, {platform.machine()}",
+        "versions": {name: version(name) for name in ("hiqcache", "torch", "transformers")},
+        "model": folder.name,
+        "prompts": [origin(prompt) for prompt in prompts[:count]],
+        "calibration": [origin(prompt) for prompt in prompts[count : count + CALIBRATION]],
+        "scored_tokens": len(prompts[0].tokens) - prompts[0].prefix_tokens,
+        "variants": {
+            name: {
+                "what": variant.what,
+                "record_bytes": None if variant.used_bytes is None else -(-variant.used_bytes // 128) * 128,
+                "used_bytes": variant.used_bytes,
+                **divergence(values[name], values["int8"]),
+                "relative_error": {
+                    part.value: {trips: float(error[i].mean()) for trips, error in relative[name].items()}
+                    for i, part in enumerate(Part)
+                },
+                "kl_by_prompt": measured[name],
+            }
+            for name, variant in VARIANTS.items()
+        },
+        "int8_relative_error": {part.value: relative["int8"]["once"][i].tolist() for i, part in enumerate(Part)},
+        "sources": sources({name: wrong[name]["once"] for name in VARIANTS}),
+    }
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(result, indent=1) + "\n")
+    click.echo(markdown(result))
+
+
+def coded(rows: Rows, code: Codec, channels: list[dict[Part, torch.Tensor]]) -> Rows:
+    """KV after a trip through a codec."""
+    return [
+        {part: code(x, Place(part, layer, channels[layer][part])) for part, x in parts.items()}
+        for layer, parts in enumerate(rows)
+    ]
+
+
+def squares(rows: Rows, less: Rows | None = None) -> np.ndarray:
+    """Sum of the squares of values, or of what they differ by from others, `[part, layer, head]`."""
+    sums = []
+    for part in Part:
+        differences = [rows[i][part] - (less[i][part] if less else 0) for i in range(len(rows))]
+        sums.append(torch.stack([x.double().square().sum((0, 2)) for x in differences]))
+    return torch.stack(sums).cpu().numpy()
+
+
+def divergence(by_prompt: np.ndarray, of_int8: np.ndarray) -> dict[str, list[float]]:
+    """Mean KL, and what it is of int8's, with intervals."""
+    numbers = range(len(by_prompt))
+    return {
+        "kl": estimate(lambda chosen: by_prompt[chosen].mean(-1), numbers),
+        "kl_over_int8": estimate(lambda chosen: by_prompt[chosen].mean(-1) / of_int8[chosen].mean(-1), numbers),
+    }
+
+
+def origin(prompt: Prompt) -> dict[str, Any]:
+    return {"origin": prompt.origin, "prefix_tokens": prompt.prefix_tokens, "sha256": prompt.sha256}
+
+
+def sources(wrong: dict[str, np.ndarray]) -> dict[str, dict[str, float]]:
+    """Shares of int8's squared error, K and V: quantiser, BF16 scale, rounding of the output; layers count alike."""
+    found = {}
+    for i, part in enumerate(Part):
+        steps = [(wrong[name][i] / wrong["int8"][i]).mean() for name in ("quantiser", "+ BF16 scale", "int8")]
+        names = ("quantiser", "BF16 scale", "rounding of the output")
+        found[part.value] = dict(zip(names, np.diff(steps, prepend=0.0).tolist(), strict=True))
+    return found
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """Every table of a result."""
+    tokens = sum(prompt["prefix_tokens"] for prompt in result["prompts"])
+    rows = []
+    for name, entry in result["variants"].items():
+        ratio = "{:.2f} ({:.2f} to {:.2f})".format(*entry["kl_over_int8"])
+        record = "-" if entry["record_bytes"] is None else f"{entry['record_bytes']:,} ({entry['used_bytes']:,} used)"
+        errors = ("{once:.3%}, {twice:.3%}".format(**entry["relative_error"][part.value]) for part in Part)
+        rows.append([name, entry["what"], record, *errors, kl(entry["kl"]), ratio])
+    titles = ["variant", "what", "bytes of 8 x 128", "error of K after 1 and 2 trips", "of V", "mean KL, nats", "over int8's"]
+    shares = [[part.value.upper(), *(f"{x:.1%}" for x in result["sources"][part.value].values())] for part in Part]
+    heads = []
+    for part in Part:
+        error = np.array(result["int8_relative_error"][part.value])
+        worst = np.unravel_index(error.argmax(), error.shape)
+        spread = (f"{error.min():.3%}", f"{np.median(error):.3%}", f"{error.max():.3%}")
+        heads.append([part.value.upper(), *spread, f"layer {worst[0]}, head {worst[1]}"])
+    return "\n\n".join(
+        [
+            f"{result['model']}: {len(result['prompts'])} prompts, {tokens:,} prefix tokens, {result['scored_tokens']} "
+            "scored tokens each.",
+            table(titles, rows),
+            table(["squared error of int8", *next(iter(result["sources"].values()))], shares),
+            table(["error of int8 by layer and head", "smallest", "median", "largest", "where"], heads),
+        ]
+    )
+
+
+@main.command()
+@click.argument("result", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+def report(result: Path) -> None:
+    """Print a result's tables in Markdown."""
+    click.echo(markdown(json.loads(result.read_text())))
+
+
+@main.command()
+@click.argument("result", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("--out", required=True, type=click.Path(path_type=Path), help="SVG or PNG file to write.")
+def plot(result: Path, out: Path) -> None:
+    """Draw int8's error by layer and head, and the variants' KL."""
+    import matplotlib.pyplot as plt
+
+    data = json.loads(result.read_text())
+    figure, axes = plt.subplots(1, 3, figsize=(13, 4.5), layout="constrained", width_ratios=(1, 1, 2.2))
+    for axis, part in zip(axes, Part, strict=False):
+        error = 100 * np.array(data["int8_relative_error"][part.value])
+        image = axis.imshow(error, aspect="auto", cmap="viridis")
+        axis.set(title=f"int8: error of {part.value.upper()}, %", xlabel="KV head", ylabel="layer")
+        axis.set_xticks(range(error.shape[1]))
+        figure.colorbar(image, ax=axis)
+    names = list(data["variants"])[::-1]
+    values, low, high = np.array([data["variants"][name]["kl"] for name in names]).T
+    axes[2].barh(names, values, xerr=(values - low, high - values), capsize=3)
+    axes[2].set(xscale="log", xlabel="mean KL from BF16 KV, nats")
+    figure.savefig(out)
+
+
+if __name__ == "__main__":
+    main()
