@@ -261,7 +261,8 @@ def run(folder: Path | None, file: Path, count: int, out: Path) -> None:
     channels = channel_magnitudes(model, prompts[count : count + CALIBRATION])
     dim = channels[0][Part.K].shape[-1]
     if dim & (dim - 1):
-XX    measured: dict[str, list[float]] = {name: [] for name in VARIANTS}
+        raise click.ClickException(f"heads of {dim} values; allowed: powers of two, for the rotations (--model)")
+    measured: dict[str, list[float]] = {name: [] for name in VARIANTS}
     wrong: dict[str, dict[str, Any]] = {name: {"once": 0.0, "twice": 0.0} for name in VARIANTS}
     size: Any = 0.0
     for prompt in track(prompts[:count], "measuring", console=Console(stderr=True)):
@@ -357,7 +358,8 @@ def markdown(result: dict[str, Any]) -> str:
         record = "-" if entry["record_bytes"] is None else f"{entry['record_bytes']:,} ({entry['used_bytes']:,} used)"
         errors = ("{once:.3%}, {twice:.3%}".format(**entry["relative_error"][part.value]) for part in Part)
         rows.append([name, entry["what"], record, *errors, kl(entry["kl"]), ratio])
-    titles = ["variant", "what", "bytes of 8 x 128", "error of K after 1 and 2 trips", "of V", "mean KL, nats", "over int8's"]
+    titles = ["variant", "what", "bytes of 8 x 128", "error of K after 1 and 2 trips", "of V", "mean KL, nats"]
+    titles.append("KL over int8's")
     shares = [[part.value.upper(), *(f"{x:.1%}" for x in result["sources"][part.value].values())] for part in Part]
     heads = []
     for part in Part:
