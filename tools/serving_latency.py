@@ -73,11 +73,13 @@ class First:
     Attributes:
         seconds: since it was asked for.
         queued: seconds of it before SGLang put the request into a batch.
+        prefill: seconds of it in which that batch ran.
         from_host: tokens restored from L2.
     """
 
     seconds: float
     queued: float
+    prefill: float
     from_host: int
 
 
@@ -92,7 +94,8 @@ async def ask(session: aiohttp.ClientSession, url: str, tokens: list[int]) -> Fi
     async with session.post(f"{url}/generate", json={"input_ids": tokens, "sampling_params": sampling(1)}) as answer:
         meta = (await answer.json())["meta_info"]
     seconds, details = time.perf_counter() - start, meta.get("cached_tokens_details") or {"host": 0}
-    return First(seconds, meta["queue_time"], details["host"])
+    prefill = meta["prefill_finished_time"] - meta["forward_entry_time"]
+    return First(seconds, meta["queue_time"], prefill, details["host"])
 
 
 async def decode(session: aiohttp.ClientSession, url: str, tokens: list[int], gaps: list[float]) -> None:
@@ -198,6 +201,7 @@ def summary(server: Server, stock: Server) -> dict[str, Any]:
             "median": statistics.median(ms),
             "interval": interval(ms, np.median),
             "queued": statistics.median(1e3 * first.queued for first in firsts),
+            "prefill": statistics.median(1e3 * first.prefill for first in firsts),
             "ratio": statistics.median(ratios),
             "ratio_interval": interval(ratios, np.median),
             "samples": len(ms),
