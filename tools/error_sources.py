@@ -402,7 +402,7 @@ def plot(result: Path, out: Path) -> None:
         figure.colorbar(image, ax=axis)
     names = list(data["variants"])[::-1]
     values, low, high = np.array([data["variants"][name]["kl"] for name in names]).T
-    axes[2].barh(names, values, xerr=(values - low, high - values), capsize=3)
+    axes[2].barh(names, values, xerr=np.stack([values - low, high - values]), capsize=3)
     axes[2].set(xscale="log", xlabel="mean KL from BF16 KV, nats")
     figure.savefig(out)
 

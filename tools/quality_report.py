@@ -285,7 +285,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
         lengths = [int(length) for length in arm["by_prefix_tokens"]]
         values, low, high = np.array([each["kl"] for each in arm["by_prefix_tokens"].values()]).T
         shifted = np.array(lengths) * (1 + 0.015 * (index - len(arms) / 2))
-        left.errorbar(shifted, values, (values - low, high - values), marker="o", capsize=3, label=name)
+        left.errorbar(shifted, values, np.stack([values - low, high - values]), marker="o", capsize=3, label=name)
     left.set(yscale="log", xlabel="tokens of the prefix", ylabel="mean KL from exact KV, nats")
     left.legend()
     ratios = np.array([[100 * (edge - 1) for edge in arm["all"]["perplexity_ratio"]] for arm in arms.values()])
@@ -298,9 +298,8 @@ def plot(result: dict[str, Any], path: Path) -> None:
     greedy = {name: arm["all"] for name, arm in result["arms"].items() if "first_token" in arm["all"]}
     for shift, figure_name, label in ((-0.2, "first_token", "first token"), (0.2, "whole_sequence", "whole answer")):
         values, low, high = 100 * np.array([each[figure_name] for each in greedy.values()]).T
-        right.bar(
-            np.arange(len(greedy)) + shift, values, 0.38, yerr=(values - low, high - values), capsize=3, label=label
-        )
+        spread = np.stack([values - low, high - values])
+        right.bar(np.arange(len(greedy)) + shift, values, 0.38, yerr=spread, capsize=3, label=label)
     right.set_xticks(range(len(greedy)), list(greedy))
     right.set(ylabel="greedy answers as with exact KV, %")
     right.legend(loc="lower right")

@@ -1,0 +1,331 @@
+"""The quality tool: its figures by hand, its refusals, and real restores of a small model."""
+
+import json
+import math
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny_model
+import torch
+from attrs import evolve
+from click.testing import CliRunner, Result
+from rich.progress import Progress
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
+
+import error_sources
+import quality
+from quality import Client, NotMeasured, Run
+from quality_report import Arm, Greedy, Score, agreeing, bars, compared, divergence, estimate, summarise, summary
+from quality_texts import SOURCES, Prompt, Prompts, _Text
+
+from hiqcache.geometry import HiqcacheError, Part
+
+
+def some_prompts(count: int = 18, continuation: int = 24) -> Prompts:
+    """Random tokens, prefixes of 48 and 96."""
+    rng = np.random.default_rng(0)
+    prompts = []
+    for number in range(count):
+        prefix = (48, 96)[number % 2]
+        rest = rng.integers(0, tiny_model.VOCABULARY, prefix + continuation - 1).tolist()
+        kind = ("prose", "code")[number // 2 % 2]
+        prompts.append(Prompt(kind=kind, origin="random", prefix_tokens=prefix, tokens=(10 + number, *rest)))
+    return Prompts(tokenizer="none", shared_tokens=0, prompts=tuple(prompts))
+
+
+def score(logprobs: np.ndarray, top: int, true: int = 0) -> Score:
+    """From log-probabilities `[positions, vocabulary]`."""
+    ids = np.argsort(-logprobs, axis=1)[:, :top]
+    return Score(true=logprobs[:, true], ids=ids, logprobs=np.take_along_axis(logprobs, ids, 1))
+
+
+def random_logprobs(seed: int, positions: int = 20, vocabulary: int = 30) -> np.ndarray:
+    logits = np.random.default_rng(seed).normal(0, 2, (positions, vocabulary))
+    return logits - np.log(np.exp(logits).sum(1, keepdims=True))
+
+
+# Figures.
+
+
+def test_divergence_by_hand():
+    exact = Score(true=np.zeros(1), ids=np.array([[7, 3]]), logprobs=np.log([[0.5, 0.3]]))
+    other = Score(true=np.zeros(1), ids=np.array([[5, 7]]), logprobs=np.log([[0.5, 0.4]]))
+    # Both name token 7; everything else is one bucket.
+    expected = 0.5 * math.log(0.5 / 0.4) + 0.5 * math.log(0.5 / 0.6)
+    assert divergence(exact, other) == pytest.approx([expected])
+    assert divergence(exact, exact).tolist() == [0]
+
+
+def test_divergence_over_the_whole_vocabulary_and_over_a_part():
+    p = random_logprobs(1)
+    q = p + 0.1 * random_logprobs(2)
+    q -= np.log(np.exp(q).sum(1, keepdims=True))
+    whole = (np.exp(p) * (p - q)).sum(1)
+    assert divergence(score(p, 30), score(q, 30)) == pytest.approx(whole, abs=1e-6)
+    part = divergence(score(p, 12), score(q, 12))
+    assert (part <= whole + 1e-9).all()
+    assert (part >= 0).all()
+    assert part.mean() > 0.5 * whole.mean()
+
+
+def test_agreement_of_greedy_answers():
+    answer = Greedy(tokens=(1, 2, 3, 9), ended=True)
+    assert agreeing(answer, answer) == 4
+    assert agreeing(answer, Greedy(tokens=(1, 2, 4, 9), ended=True)) == 2
+    assert agreeing(answer, Greedy(tokens=(1, 2), ended=True)) == 2
+    longer = Greedy(tokens=(1, 2, 3, 9, 5), ended=False)
+    one = [score(random_logprobs(1), 5)]
+    (entry,) = compared(Arm(name="a", scores=one, greedy=[answer]), Arm(name="b", scores=one, greedy=[longer]))
+    assert (entry["first_token"], entry["whole_sequence"], entry["agreeing_tokens"]) == (True, False, 4)
+
+
+def test_the_interval_is_that_of_a_mean():
+    values = np.random.default_rng(0).normal(3, 2, 400)
+    value, low, high = estimate(lambda chosen: values[chosen].mean(-1), range(400))
+    assert value == pytest.approx(values.mean())
+    for edge in (value - low, high - value):
+        assert edge == pytest.approx(1.96 * values.std() / 20, rel=0.1)
+
+
+def test_perplexity_is_compared_through_the_change_of_log_probability():
+    p = random_logprobs(3)
+    exact = Arm(name="exact", scores=[score(p, 5)] * 3)
+    worse = Arm(name="worse", scores=[score(p - 0.01, 5)] * 3)
+    found = summary(compared(exact, worse), range(3))
+    assert found["perplexity_ratio"] == pytest.approx([math.exp(0.01)] * 3)
+    assert found["perplexity"] == pytest.approx([math.exp(0.01 - p[:, 0].mean())] * 3)
+    assert found["logprob_change_abs"] == pytest.approx([0.01] * 3)
+
+
+def a_result(prompts: Prompts, int8: float, fp8: float | None, unavailable: dict[str, str]) -> dict[str, Any]:
+    """What `run` writes, of answers whose log-probabilities differ from exact ones by so much."""
+    exact = [score(random_logprobs(number), 10) for number in range(len(prompts.prompts))]
+
+    def arm(name: str, distance: float, against: str | None = "exact (bf16)") -> Arm:
+        near = [evolve(s, logprobs=s.logprobs - distance, true=s.true - distance) for s in exact]
+        return Arm(name=name, against=against, scores=near, greedy=[Greedy(tokens=(1, 2), ended=False)] * len(near))
+
+    arms = [arm("exact (bf16)", 0, None), arm("int8", int8), *([] if fp8 is None else [arm("fp8", fp8)])]
+    return {
+        "model": {"name": "a model"},
+        "hardware": "a machine",
+        "versions": {"hiqcache": "1"},
+        "settings": {"scored_tokens": 20},
+        "prompts": [{}] * len(prompts.prompts),
+        **summarise(prompts.prompts, {arm.name: arm for arm in arms}, unavailable),
+    }
+
+
+@pytest.mark.parametrize(
+    ("int8", "fp8", "perplexity", "kl_over_fp8"),
+    [(0.0015, 0.1, True, True), (0.0025, 0.1, False, True), (0.0015, 0.0016, True, False), (0.0015, None, True, None)],
+)
+def test_bars(int8, fp8, perplexity, kl_over_fp8):
+    result = a_result(some_prompts(), int8, fp8, {})
+    assert result["bars"]["perplexity"]["holds"] is perplexity
+    assert result["bars"]["kl_over_fp8"]["holds"] is kl_over_fp8
+    assert bars({}, range(3)) == {}
+
+
+def quality_command(*arguments: object) -> Result:
+    return CliRunner().invoke(quality.main, list(map(str, arguments)))
+
+
+def test_report_and_plot(tmp_path):
+    result = a_result(some_prompts(), 0.001, None, {"fp8": "no such arithmetic here"})
+    (tmp_path / "result.json").write_text(json.dumps(result))
+    report = quality_command("report", tmp_path / "result.json")
+    assert report.exit_code == 0, report.output
+    row = next(line for line in report.output.splitlines() if line.startswith("| int8"))
+    assert row.count("|") == 7
+    assert "+0.100% (+0.100% to +0.100%)" in row
+    assert "fp8: not measured, no such arithmetic here" in report.output
+    assert "at most the limit (0.5): not measured" in report.output
+    plot = quality_command("plot", tmp_path / "result.json", "--out", tmp_path / "result.svg")
+    assert plot.exit_code == 0, plot.output
+    assert "<svg" in (tmp_path / "result.svg").read_text()
+
+
+# Prompts.
+
+
+def test_prompts_survive_a_file(tmp_path):
+    prompts = some_prompts()
+    prompts.save(tmp_path / "prompts.json")
+    assert Prompts.load(tmp_path / "prompts.json") == prompts
+
+
+@pytest.mark.parametrize("content", ["no", "[]", "{}", '{"prompts": [{"kind": "prose"}]}'])
+def test_a_file_without_prompts_is_refused(content, tmp_path):
+    (tmp_path / "prompts.json").write_text(content)
+    result = quality_command("run", "--model", tmp_path, "--prompts", tmp_path / "prompts.json", "--out", "x")
+    assert result.exit_code == 1
+    assert "holds no prompts" in result.output
+
+
+def test_prompts_that_serve_one_another_are_refused():
+    prompts = some_prompts()
+    with pytest.raises(HiqcacheError, match="share more than 0 leading tokens"):
+        evolve(prompts, prompts=(*prompts.prompts, prompts.prompts[0]))
+    shorter = evolve(prompts.prompts[0], tokens=prompts.prompts[0].tokens[:-1])
+    with pytest.raises(HiqcacheError, match="differ in length"):
+        evolve(prompts, prompts=(shorter, *prompts.prompts[1:]))
+
+
+def test_too_few_prompts_are_refused():
+    with pytest.raises(HiqcacheError, match="2 prompts of 192 tokens do not push one another out of an L1 of 248"):
+        Run(some_prompts(2))
+
+
+def test_passages_start_lines_with_tokens_of_their_own():
+    #       line 1          line 2       line 3             line 4
+    tokens = [1, 2, 3, 4, 1, 6, 7, 5, 8, 9, 10, 11, 12, 13, 14]
+    spans = [(number, number + 1) for number in range(len(tokens))]
+    text = _Text(SOURCES[0], "a file", tokens, spans, line_starts={0, 4, 7, 12})
+    assert text.cut(3, taken={0}) == (0, 3)
+    assert text.cut(3, taken={0, 1}) == (7, 10)  # token 1 starts a prompt already
+    assert text.cut(4, taken={0, 1, 5}) is None
+
+
+# Refusals of a client.
+
+
+class Answers:
+    """Stands in for `requests`: gives prepared answers."""
+
+    def __init__(self, **meta: Any):
+        self.ok, self.meta = True, {"finish_reason": {"type": "length"}, **meta}
+
+    def post(self, url: str, json: dict[str, Any], timeout: float) -> "Answers":
+        return self
+
+    def json(self) -> dict[str, Any]:
+        return {"meta_info": self.meta, "output_ids": [1]}
+
+
+@pytest.fixture
+def client(monkeypatch):
+    def make(shared: int = 0, **meta: Any) -> Client:
+        monkeypatch.setattr(quality, "requests", Answers(**meta))
+        return Client(quality.HttpServer("http://nowhere", 0), shared, lambda: None)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("device", "host", "shared", "source", "accepted"),
+    [
+        (0, 48, 0, "host", True),
+        (0, 47, 0, "host", False),
+        (1, 47, 0, "host", False),
+        (1, 47, 1, "host", True),
+        (48, 0, 0, "host", False),
+        (48, 0, 0, "device", True),
+        (0, 48, 0, "device", False),
+        (48, 1, 0, "device", False),
+    ],
+)
+def test_a_prefix_from_elsewhere_is_refused(client, device, host, shared, source, accepted):
+    asked = client(shared, cached_tokens_details={"device": device, "host": host})
+    if accepted:
+        assert asked.continue_greedily(some_prompts().prompts[0], source) == Greedy(tokens=(1,), ended=False)
+    else:
+        with pytest.raises(NotMeasured, match=f"{device} came from L1 and {host} from L2.*nothing is reported"):
+            asked.continue_greedily(some_prompts().prompts[0], source)
+
+
+def test_a_prefix_that_was_cached_already_is_refused(client):
+    client(cached_tokens_details=None).fill(some_prompts().prompts[0])
+    with pytest.raises(NotMeasured, match="wanted nothing cached"):
+        client(cached_tokens_details={"device": 3, "host": 0}).fill(some_prompts().prompts[0])
+
+
+def test_scores_are_of_the_continuation(client):
+    prompt = some_prompts(continuation=4).prompts[0]
+    following = prompt.tokens[-3:]
+    meta = {
+        "cached_tokens_details": {"device": 0, "host": 48},
+        "input_token_logprobs": [[None, prompt.tokens[48], None], *([-1.5, token, None] for token in following)],
+        "input_top_logprobs": [None, *([[-0.5, 3, None], [-1.5, token, None]] for token in following)],
+    }
+    found = client(**meta).score(prompt, "host")
+    assert found.true.tolist() == [-1.5] * 3
+    assert found.ids.tolist() == [[3, token] for token in following]
+    with pytest.raises(NotMeasured, match="other tokens than the continuation"):
+        client(**meta | {"input_token_logprobs": meta["input_token_logprobs"][:-1]}).score(prompt, "host")
+
+
+# For real.
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model.make(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.mark.slow
+def test_real_restores(tiny, tmp_path):
+    prompts = some_prompts()
+    plans = [plan for plan in Run(prompts).plans(["int8"]) if plan.name in ("int8", "int8 twice")]
+    with Progress(disable=True) as progress, ThreadPoolExecutor() as pool:
+        served = [pool.submit(quality.serve, plan, tiny, 0, tmp_path / plan.name, progress) for plan in plans]
+        arms = {arm.name: arm for future in served for arm in future.result()}
+    assert arms.keys() == {"exact (int8)", "int8", "exact (int8 twice)", "int8 twice"}
+    once, twice = (compared(arms[f"exact ({name})"], arms[name]) for name in ("int8", "int8 twice"))
+    for entries in (once, twice):
+        assert 0 < summary(entries, range(18))["kl"][0] < 0.01
+    assert (arms["int8 twice"].encoded_per_restored or 0) >= 0.9
+    # A second encoding of what was decoded gives the same bytes, so the model sees the same KV.
+    assert [entry["kl"] for entry in once] == [entry["kl"] for entry in twice]
+    assert all(len(answer.tokens) == quality.GENERATED or answer.ended for answer in arms["int8"].greedy or ())
+
+
+# Where the error comes from.
+
+
+def test_variants_of_the_format():
+    generator = torch.Generator().manual_seed(0)
+    x = (torch.randn(50, 3, 64, generator=generator) * 3).bfloat16().float()
+    place = {part: error_sources.Place(part, 0, torch.ones(3, 64)) for part in Part}
+    variants = {name: variant.code for name, variant in error_sources.VARIANTS.items()}
+    error = {name: float((code(x, place[Part.K]) - x).square().mean()) for name, code in variants.items()}
+
+    # The quantiser's error is uniform over a step of absmax / 127.
+    steps = x.abs().amax(-1) / 127
+    assert error["quantiser"] == pytest.approx(float(steps.square().mean() / 12), rel=0.05)
+    assert error["quantiser"] < error["int8"] < 1.2 * error["quantiser"]
+    assert error["groups of 16"] < error["groups of 32"] < error["int8"] < error["FP8 per head"]
+    assert torch.equal(variants["K only"](x, place[Part.V]), x)
+    assert torch.equal(variants["V only"](x, place[Part.V]), variants["int8"](x, place[Part.V]))
+
+    turn = error_sources.hadamard(x)
+    assert torch.allclose(turn @ turn.T, torch.eye(64), atol=1e-6)
+    outlier = torch.zeros(1, 3, 64)
+    outlier[..., 0], outlier[..., 1:] = 100, 0.3
+    lost = {name: float((variants[name](outlier, place[Part.K]) - outlier)[..., 1:].abs().mean()) for name in variants}
+    assert lost["Hadamard"] < 0.5 * lost["int8"] == pytest.approx(0.15)
+
+
+def test_a_study_of_a_small_model(tiny, tmp_path):
+    prompts = some_prompts(6)
+    prompts.save(tmp_path / "prompts.json")
+    out = tmp_path / "study.json"
+    arguments = ["run", "--model", tiny, "--prompts", tmp_path / "prompts.json", "--count", 2, "--out", out]
+    result = CliRunner().invoke(error_sources.main, list(map(str, arguments)))
+    assert result.exit_code == 0, result.output
+    study = json.loads(out.read_text())
+    variants = study["variants"]
+    assert variants["K only"]["relative_error"]["v"] == {"once": 0, "twice": 0}
+    assert variants["int8"]["relative_error"]["k"]["once"] == variants["int8"]["relative_error"]["k"]["twice"]
+    assert 0.003 < variants["int8"]["relative_error"]["k"]["once"] < 0.01
+    assert 0 < variants["int8"]["kl"][0] < variants["FP8"]["kl"][0]
+    assert sum(study["sources"]["k"].values()) == pytest.approx(1)
+    assert np.array(study["int8_relative_error"]["k"]).shape == (tiny_model.LAYERS, tiny_model.HEADS)
+    plot = CliRunner().invoke(error_sources.main, ["plot", str(out), "--out", str(tmp_path / "study.svg")])
+    assert plot.exit_code == 0, plot.output
+    assert "<svg" in (tmp_path / "study.svg").read_text()
