@@ -28,6 +28,7 @@ PAGES = (
     "experiments",
     "hicache-internals",
     "metrics",
+    "quality",
     "reproducing",
     "sglang-integration",
     "writing-a-representation",
