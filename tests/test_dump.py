@@ -54,7 +54,7 @@ from hiqcache.inspect import writer  # noqa: E402
 from hiqcache.inspect.compare import compare  # noqa: E402
 from hiqcache.inspect.format import DumpError  # noqa: E402
 from hiqcache.inspect.reader import Dump  # noqa: E402
-from hiqcache.sglang import dump  # noqa: E402
+from hiqcache.sglang import dump, plugin  # noqa: E402
 from hiqcache.sglang.choice import Choice, Refused  # noqa: E402
 from hiqcache.sglang.pool import RepresentationHostPool  # noqa: E402
 
@@ -215,6 +215,24 @@ def test_holding_nothing_changes_nothing(pool: RepresentationHostPool):
     pool.free(slots(3))
     with pytest.raises(AssertionError, match="Double-free"):
         pool.free(slots(3))
+
+
+def test_nothing_is_evicted_while_pages_are_held(pool: RepresentationHostPool):
+    group = SimpleNamespace(entries=[SimpleNamespace(host_pool=pool)])
+    cache, asked = SimpleNamespace(host_pool_group=group), []
+
+    def evict(*arguments: object) -> int:
+        asked.append(arguments)
+        return 16
+
+    pool.hold((0,))
+    assert plugin.around_evict_host(evict, cache, 16) == 0
+    assert not asked
+    pool.release()
+    assert plugin.around_evict_host(evict, cache, 16) == 16
+    assert asked == [(cache, 16)]
+    for other in (None, SimpleNamespace(entries=[SimpleNamespace(host_pool=object())])):
+        assert plugin.around_evict_host(evict, SimpleNamespace(host_pool_group=other), 16) == 16
 
 
 # -- the schedulers' side ----------------------------------------------------------------------------------------------
@@ -580,19 +598,21 @@ def ask(url: str, **body: str) -> requests.Response:
 
 
 def backed_up(folder: pathlib.Path) -> dict[int, dict[Part, torch.Tensor]]:
-    """Device rows `[layers, page_size, heads, dim]` of each page, as the probe saw them; a page is backed up once."""
+    """Device rows `[layers, page_size, heads, dim]` of each page of the dump, as the probe saw them."""
     found: dict[int, dict[Part, torch.Tensor]] = {}
     for file in sorted(folder.iterdir()):
         saved = torch.load(file)
         for number, page in enumerate(saved["pages"].tolist()):
-            assert page not in found, f"page {page} was written again while it was to be held"
-            found[page] = {part: saved[part.value][:, number] for part in Part}
+            if page < 30:
+                assert page not in found, f"page {page} was written again while it was to be held"
+                found[page] = {part: saved[part.value][:, number] for part in Part}
     return found
 
 
 def check_values(file: pathlib.Path, rows: dict[int, dict[Part, torch.Tensor]]) -> None:
     """Every value in a dump is what the plain codec makes of the rows that were backed up."""
     with Dump(file) as opened:
+        assert opened.metadata.page_ids == tuple(range(30))
         representation = registry.get(opened.metadata.representation)(opened.geometry)
         assert opened.geometry.layers == tiny_model.LAYERS
         for part in Part:
@@ -649,10 +669,12 @@ def int8_file(
         refused = hiqcache_dump(server.url, "second")
         assert refused.returncode == 1
         assert "a dump is being written; one at a time" in refused.stderr
-        restored = server.generate([prompts[0]])[0]  # L2 serves while it is dumped
-        assert restored.from_host == WHOLE
+        for prompt in prompts[5:10]:  # 30 pages more than the 30 of the dump, in a pool of 57
+            assert server.generate([prompt])[0].from_host == 0
+        for prompt in prompts[:2]:  # L2 serves while it is dumped, and evicted nothing
+            assert server.generate([prompt])[0].from_host == WHOLE
         server.flush()  # frees every page that is being written
-        for prompt in prompts[5:9]:  # and these would take their place
+        for prompt in prompts[5:10]:  # and these would take their place
             assert server.generate([prompt])[0].from_host == 0
         status = ask(server.url).json()
         assert (status["state"], status["written"]) == ("writing", 0)
@@ -763,19 +785,9 @@ def test_what_is_asked_wrongly(words: list[str], message: str):
     assert message in result.output
 
 
-@pytest.mark.parametrize(
-    ("status", "answer", "message"),
-    [
-        (404, b"{}", "writes no dumps: start it with --hicache-representation NAME and --hicache-dump-dir DIR"),
-        (401, b"{}", "refused a request with no key: give its admin key in HIQCACHE_ADMIN_KEY or with --admin-key"),
-        (400, b'{"error": "too full"}', "refused: too full"),
-        (500, b"<html>", "refused with status 500"),
-        (200, b"hello", "no sensible answer from"),
-        (200, b"[]", "answered, but not as a server with hiqcache does"),
-        (200, b'{"state": "failed", "pages": 1, "written": 0, "error": "TP rank 1: full"}', "left no file: TP rank 1"),
-    ],
-)
-def test_what_a_server_may_answer(status: int, answer: bytes, message: str):
+def answered(status: int, answer: bytes) -> Result:
+    """What the command makes of a server that answers so."""
+
     class Handler(http_server.BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             self.rfile.read(int(self.headers["Content-Length"]))
@@ -791,5 +803,30 @@ def test_what_a_server_may_answer(status: int, answer: bytes, message: str):
         thread.start()
         result = run("name", "--url", f"http://127.0.0.1:{server.server_port}/")
         thread.join()
+    return result
+
+
+def test_what_a_server_wrote():
+    files = ["/d/name-tp0.safetensors", "/d/name-tp1.safetensors"]
+    status = {"state": "done", "pages": 2000, "written": 2000, "bytes": 12345, "files": files, "error": ""}
+    result = answered(200, json.dumps(status).encode())
+    assert result.exit_code == 0
+    assert result.stdout.splitlines() == ["2,000 pages, 12,345 bytes, on the server in:", *files]
+
+
+@pytest.mark.parametrize(
+    ("status", "answer", "message"),
+    [
+        (404, b"{}", "writes no dumps: start it with --hicache-representation NAME and --hicache-dump-dir DIR"),
+        (401, b"{}", "refused a request with no key: give its admin key in HIQCACHE_ADMIN_KEY or with --admin-key"),
+        (400, b'{"error": "too full"}', "refused: too full"),
+        (500, b"<html>", "refused with status 500"),
+        (200, b"hello", "no sensible answer from"),
+        (200, b"[]", "answered, but not as a server with hiqcache does"),
+        (200, b'{"state": "failed", "pages": 1, "written": 0, "error": "TP rank 1: full"}', "left no file: TP rank 1"),
+    ],
+)
+def test_what_a_server_may_answer(status: int, answer: bytes, message: str):
+    result = answered(status, answer)
     assert result.exit_code == 1
     assert message in result.output
