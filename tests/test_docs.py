@@ -136,7 +136,7 @@ def test_every_refusal_of_the_proof_is_on_the_page():
 
 
 def test_the_names_that_a_user_types_are_on_the_page():
-    wanted = ("FLAG", "ALIAS", "ALLOW_UNTESTED", "TESTED_SGLANG")
+    wanted = ("FLAG", "DUMP_FLAG", "ALIAS", "ALLOW_UNTESTED", "TESTED_SGLANG")
     found = {
         ast.unparse(node.targets[0]): ast.literal_eval(node.value)
         for path in ("hiqcache/sglang/choice.py", "hiqcache/sglang/versions.py")
@@ -144,7 +144,7 @@ def test_the_names_that_a_user_types_are_on_the_page():
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in wanted
     }
     assert sorted(found) == sorted(wanted)
-    values = [found["FLAG"], found["ALIAS"], found["ALLOW_UNTESTED"], *found["TESTED_SGLANG"]]
+    values = [found["FLAG"], found["DUMP_FLAG"], found["ALIAS"], found["ALLOW_UNTESTED"], *found["TESTED_SGLANG"]]
     assert not [value for value in values if value not in page("sglang-integration")]
 
 
