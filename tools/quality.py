@@ -26,7 +26,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from typing import Any
 import click
 import numpy as np
 import requests
+import torch
 from attrs import evolve, frozen
 from counters import BACKUP_TOKENS, metric
 from quality_report import YARDSTICK, Arm, Greedy, Score, markdown, plot, summarise
@@ -58,6 +59,8 @@ FP8 = "fp8_e4m3"
 MEMORY = 0.8
 """`--mem-fraction-static`; L1 takes only what its fixed size needs."""
 COMMON = ["--skip-tokenizer-init", "--skip-server-warmup", "--enable-fp32-lm-head", "--cuda-graph-max-bs-decode", "1"]
+ON_CPU = ["--dtype", "float32", "--kv-cache-dtype", "bf16"]
+"""Without a GPU: most CPUs have no BF16 arithmetic and would take ten times as long. The KV is BF16 all the same."""
 RECOMPUTED = "recomputed"
 ENCODED_AGAIN = 0.9
 """Tokens encoded for each token restored, at least, where encoding again is the point."""
@@ -294,21 +297,20 @@ def serve(plan: Plan, model: Path, shared: int, log: Path, progress: Progress) -
     """One server, from its start to its end.
 
     Raises:
-        NotMeasured: it did not come up, or did not do what the plan says; the text names its log.
+        NotMeasured: it did not come up, or did not do what the plan says.
     """
     task = progress.add_task(f"{plan.name}: starting", total=plan.answers)
     port = free_port()
-    arguments = ["--chunked-prefill-size", str(plan.chunk), *COMMON, *plan.arguments]
+    device = [] if torch.cuda.is_available() else ON_CPU
+    arguments = ["--chunked-prefill-size", str(plan.chunk), *COMMON, *device, *plan.arguments]
     command = launch(model, port, l1_tokens=plan.l1_tokens, page_size=1, memory=MEMORY, arguments=arguments)
     try:
         with http(command, log, port, environment()) as server:
             progress.update(task, description=plan.name)
             arms = plan.measure(Client(server, shared, lambda: progress.advance(task)))
-    except NotMeasured as error:
-        raise NotMeasured(f"{plan.name}: {error} (its log: {log})") from error
     except (AssertionError, requests.RequestException) as error:  # what `http` raises of a server that stopped
         causes = re.findall(r"^\w+(?:Error|Exception): .*$", log.read_text(), re.M) or str(error).splitlines()
-        raise NotMeasured(f"{plan.name}: {causes[0]} (its log: {log})") from error
+        raise NotMeasured(causes[0]) from error
     progress.print(f"{plan.name}: done")
     return arms
 
@@ -321,17 +323,17 @@ def run_all(prompts: Prompts, model: Path, representations: Sequence[str], at_on
     arms: dict[str, Arm] = {}
     unavailable = {} if run.enough_for_twice else {"twice": "too few prompts (--prompts, --count)"}
     with Progress(*columns, console=Console(stderr=True)) as progress, ThreadPoolExecutor(at_once) as pool:
-        futures = {
-            plan.name: pool.submit(serve, plan, model, prompts.shared_tokens, logs / f"{number}.log", progress)
-            for number, plan in enumerate(plans)
-        }
-        for plan in plans:
+
+        def start(plan: Plan) -> Future[list[Arm]]:
+            return pool.submit(serve, plan, model, prompts.shared_tokens, logs / f"{plan.name}.log", progress)
+
+        for plan, future in [(plan, start(plan)) for plan in plans]:
             try:
-                arms |= {arm.name: arm for arm in futures[plan.name].result()}
+                arms |= {arm.name: arm for arm in future.result()}
             except NotMeasured as error:
                 if not plan.optional:
                     pool.shutdown(cancel_futures=True)
-                    raise
+                    raise NotMeasured(f"{plan.name}: {error}; its log is {logs / plan.name}.log") from error
                 unavailable[plan.name] = str(error)
     return summarise(prompts.prompts, arms, unavailable)
 
@@ -404,6 +406,7 @@ def run_command(
             "generated_tokens": GENERATED,
             "top": TOP,
             "chunked_prefill_size": {"recomputed": run.small_pieces, "all others": run.one_piece},
+            "arithmetic": "as the model's own" if torch.cuda.is_available() else "float32, KV in BF16",
             "logits": "float32",
         },
         "prompts": [
