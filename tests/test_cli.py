@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner, Result
 from distributions import HALF, install
 
-from hiqcache import __version__, commands, registry
+from hiqcache import __version__, commands
 from hiqcache.__main__ import main
 
 QWEN3_8B = ["--layers", "36", "--heads", "8", "--head-dim", "128"]
@@ -28,13 +28,6 @@ def hiqcache(*args: str) -> Result:
 def rows(result: Result) -> dict[str, list[str]]:
     """The printed table: name -> its other cells."""
     return {line.split()[0]: line.split()[1:] for line in result.stdout.splitlines()}
-
-
-@pytest.fixture
-def site(tmp_path, monkeypatch):
-    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
-    monkeypatch.syspath_prepend(tmp_path)
-    return tmp_path
 
 
 @pytest.fixture

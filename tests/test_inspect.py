@@ -541,11 +541,9 @@ def test_decoded_values(
     assert "no dump of hiqcache" in run(tmp_path / "decoded").output
 
 
-def test_a_third_party_whose_sections_have_other_names(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_third_party_whose_sections_have_other_names(tmp_path: pathlib.Path, site: pathlib.Path):
     """`half` keeps the upper byte of each BF16 as `upper`, uint8: which code that is, nobody has said."""
-    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
-    monkeypatch.syspath_prepend(tmp_path)
-    install(tmp_path, "half-kv", {"half_kv": HALF}, {"half": "half_kv:Half"})
+    install(site, "half-kv", {"half_kv": HALF}, {"half": "half_kv:Half"})
     rows = normal_rows(GEOMETRY, PAGES * 4)
     file = dumped(tmp_path / "half.safetensors", registry.get("half")(GEOMETRY), rows)
     document = json.loads(run(file, "--json").stdout)

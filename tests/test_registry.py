@@ -6,24 +6,11 @@ import pytest
 import torch
 from distributions import HALF, install
 
-from hiqcache import registry
 from hiqcache.backends.bf16 import Bf16
 from hiqcache.backends.int8 import Int8
 from hiqcache.geometry import HiqcacheError, KVGeometry, Part
 from hiqcache.registry import DuplicateRepresentation, UnknownRepresentation, get, names, register
 from hiqcache.representation import HostRepresentation
-
-
-@pytest.fixture
-def site(tmp_path, monkeypatch):
-    """An empty folder on sys.path; what is registered from it is forgotten afterwards."""
-    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
-    modules = set(sys.modules)
-    monkeypatch.syspath_prepend(tmp_path)
-    yield tmp_path
-    for module in set(sys.modules) - modules:
-        if getattr(sys.modules[module], "__file__", None) == str(tmp_path / f"{module}.py"):
-            del sys.modules[module]
 
 
 def test_our_own():
