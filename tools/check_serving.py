@@ -1,5 +1,6 @@
 """Serve with encoded host pools on a GPU and check every byte that moves, and SGLang's own counters.
 
+\b
     python tools/check_serving.py --out docs/results/check-serving.json
     python tools/check_serving.py --tp 2 --out docs/results/check-serving-tp2.json   # on two GPUs
 

@@ -1,5 +1,6 @@
 """Does a device encode and decode the very bytes that a format says? Test vectors, and the check against them.
 
+\b
     python tools/conformance.py generate --out tests/vectors
     python tools/conformance.py verify --device cpu|cuda|mps
 

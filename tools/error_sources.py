@@ -1,5 +1,6 @@
 """Where int8's error comes from, and what other formats of about its size would change: a study on a model's real KV.
 
+\b
     python tools/error_sources.py run --prompts prompts.json --out docs/results/error-sources.json
     python tools/error_sources.py report docs/results/error-sources.json
     python tools/error_sources.py plot docs/results/error-sources.json --out docs/results/error-sources.svg

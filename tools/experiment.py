@@ -1,5 +1,6 @@
 """What a smaller L2 representation is worth: SGLang's own benchmark against servers that differ in their L2 alone.
 
+\b
     python tools/experiment.py run equal-budget crossover --out docs/results
     python tools/experiment.py run equal-capacity --out docs/results
     python tools/experiment.py run equal-budget --small --out /tmp/small         # on a CPU, some minutes

@@ -1,11 +1,13 @@
 """What an encoded L2 does to a served request: time to first token after a restore, and to requests beside it.
 
+\b
     python tools/serving_latency.py --out docs/results/serving-latency.json --plot docs/results/serving-latency.svg
 
 Three SGLang servers share one GPU and are driven one at a time, in turn: SGLang's own BF16 HiCache without the plugin,
 `bf16`, and `int8`. Random weights in Qwen3-8B's shape, page size 64, `page_first`, write-through. Each has processor
 cores of its own and sleeps when idle, so that none slows another's launches.
 
+\b
 * Time to first token: prompts of 1k, 4k and 12k tokens, more of them than L1 holds, asked for in turn, so that each
   comes back from L2 (the answer says so, or the sample is refused) but for its last tokens, which are computed. Every
   server gets a prompt before any gets the next, and ratios compare answers to the same prompt.

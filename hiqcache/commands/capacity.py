@@ -92,8 +92,8 @@ def _print_table(geometry: "KVGeometry", results: "Results") -> None:
 
     widths = " and ".join(str(dim) for dim in dict.fromkeys((geometry.head_dim, geometry.v_head_dim)))
     click.echo(
-        f"One of {geometry.tp_size} ranks: {geometry.layers} layers, {geometry.heads} KV heads x {widths}, "
-        f"pages of {geometry.page_size}"
+        f"One rank at TP={geometry.tp_size}: layers {geometry.layers}, KV heads {geometry.heads} x {widths}, "
+        f"page size {geometry.page_size}"
     )
     numbers = ("bytes/token", "L2 tokens", "host bytes")
     rows = []
