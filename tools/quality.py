@@ -122,7 +122,7 @@ class Client:
         top = meta["input_top_logprobs"][1:]
         expected = list(prompt.tokens[prompt.prefix_tokens + 1 :])
         if [entry[1] for entry in true] != expected or len(top) != len(expected):
-            raise NotMeasured(f"SGLang scored other tokens than the continuation of {prompt.origin}")
+            raise NotMeasured(f"SGLang scored {len(true)} tokens other than the {len(expected)} after {prompt.origin}")
         return Score(
             true=np.array([entry[0] for entry in true]),
             ids=np.array([[entry[1] for entry in position] for position in top]),
