@@ -584,6 +584,11 @@ def rewritten(file: pathlib.Path, to: pathlib.Path, **text: str | None) -> pathl
     return to
 
 
+def _geometry(**changes: object) -> dict[str, str]:
+    fields = attrs.asdict(GEOMETRY) | {"dtype": "bfloat16"} | changes
+    return {"hiqcache.geometry": json.dumps(fields)}
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -592,6 +597,10 @@ def rewritten(file: pathlib.Path, to: pathlib.Path, **text: str | None) -> pathl
         ({"hiqcache.format_tag": None}, "its metadata has no 'hiqcache.format_tag'"),
         ({"hiqcache.geometry": "{"}, "its metadata's geometry makes no sense"),
         ({"hiqcache.geometry": "[]"}, "its metadata's geometry makes no sense"),
+        ({"hiqcache.geometry": "[" * 20_000}, "its metadata's geometry makes no sense"),
+        (_geometry(heads=3.0), "('heads' must be <class 'int'> (got 3.0 that is a <class 'float'>).)"),
+        (_geometry(heads=10**11), "25,600,000,000,000 values of K in a block, which cannot be in the 792 bytes"),
+        (_geometry(page_size=10**12), "values of K in a block, which cannot be in the 792 bytes"),
         ({"hiqcache.geometry": '{"dtype": "float99"}'}, "its metadata's geometry makes no sense"),
         ({"hiqcache.geometry": '{"dtype": "bfloat16", "layers": -1}'}, "its metadata's geometry makes no sense"),
         ({"hiqcache.page_ids": "0-3"}, "has axes [2, 5, 4, 3]; the metadata names 2 layers and 4 pages"),
@@ -600,7 +609,7 @@ def rewritten(file: pathlib.Path, to: pathlib.Path, **text: str | None) -> pathl
         ({"hiqcache.pool_pages": "9"}, "page ids make no sense: there is no page 9; the pool's are 0 to 8"),
         ({"hiqcache.pool_pages": "many"}, "hiqcache.pool_pages = 'many'; allowed: a whole number"),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:80],
 )
 def test_metadata_that_is_wrong(tmp_path: pathlib.Path, int8: pathlib.Path, text: dict, message: str):
     file = rewritten(int8, tmp_path / "file", **text)
@@ -650,13 +659,34 @@ def _tensor(**changes: Any) -> Callable[[pathlib.Path], None]:
     return damage
 
 
-def _more_tensors(name: str) -> Callable[[pathlib.Path], None]:
+def _more_tensors(name: str, shape: list[int]) -> Callable[[pathlib.Path], None]:
     def damage(file: pathlib.Path) -> None:
         header, data = header_of(file)
-        header[name] = {"dtype": "U8", "shape": [1], "data_offsets": [len(data), len(data) + 1]}
-        with_header(file, header, data + b"x")
+        end = len(data) + math.prod(shape)
+        header[name] = {"dtype": "U8", "shape": shape, "data_offsets": [len(data), end]}
+        with_header(file, header, data.ljust(end, b"x"))
 
     return damage
+
+
+def _metadata_of_numbers(file: pathlib.Path) -> None:
+    header, data = header_of(file)
+    header["__metadata__"]["hiqcache.tp_rank"] = 0
+    with_header(file, header, data)
+
+
+def _endless_pages(file: pathlib.Path) -> None:
+    """A page axis of any length takes no bytes where another axis is 0."""
+    header, _ = header_of(file)
+    text = {"hiqcache.page_ids": "0-999999999", "hiqcache.pool_pages": "1000000000"}
+    entry = {"dtype": "U8", "shape": [2, 10**9, 0], "data_offsets": [0, 0]}
+    tensors = {name: entry for name in header if name != "__metadata__"}
+    with_header(file, tensors | {"__metadata__": header["__metadata__"] | text}, b"")
+
+
+def _pipe(file: pathlib.Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
 
 
 def _without_v(file: pathlib.Path) -> None:
@@ -685,7 +715,11 @@ DAMAGES: dict[str, tuple[Callable[[pathlib.Path], Any], str]] = {
     "other layers": (_tensor(shape=[1, 10, 4, 3]), "tensor 'k.scales' has axes [1, 10, 4, 3]"),
     "shape larger than its bytes": (_tensor(shape=[2, 5, 4, 4]), "safetensors cannot open it"),
     "overlapping": (_tensor(data_offsets=[0, 240]), "safetensors cannot open it"),
-    "foreign tensor": (_more_tensors("q.payload"), "tensor 'q.payload' is none of a dump's"),
+    "foreign tensor": (_more_tensors("q.payload", [1]), "tensor 'q.payload' is none of a dump's"),
+    "a pipe": (_pipe, "it is no regular file"),
+    "metadata of numbers": (_metadata_of_numbers, "its metadata is not all text"),
+    "an empty tensor": (_more_tensors("k.more", [2, 5, 0]), "tensor 'k.more' has axes [2, 5, 0], and so no elements"),
+    "endless pages": (_endless_pages, "there are 1,000,000,000 of them, and 0 pages in the file"),
     "no V": (_without_v, "it has no tensor of V"),
 }
 
@@ -767,6 +801,19 @@ def test_plots(tmp_path: pathlib.Path, int8: pathlib.Path, bf16: pathlib.Path, s
         assert "K: effective bits" in text
         assert "V: saturated (%)" in text
         assert "K: largest of scales" in text
+
+
+def test_a_plot_takes_no_files_place(tmp_path: pathlib.Path, int8: pathlib.Path):
+    pytest.importorskip("matplotlib", reason="the extra `plot` is not installed")
+    dump, out, link = int8.rename(tmp_path / "dump.png"), tmp_path / "out.png", tmp_path / "link.png"
+    link.symlink_to(dump)
+    before = dump.read_bytes()
+    for words in [(dump, "--plot", dump), (dump, "--plot", link), (dump, "--decode", out, "--plot", out)]:
+        result = run(*words)
+        assert result.exit_code == 2
+        assert "is another file of this command" in result.output
+    assert dump.read_bytes() == before
+    assert not out.exists()
 
 
 def test_a_plot_that_cannot_be(tmp_path: pathlib.Path, int8: pathlib.Path):

@@ -4,6 +4,7 @@ In the traces by hand a letter is a token: `ask(cache, "aaab")` is a prompt of f
 """
 
 import json
+import os
 import pathlib
 import random
 import tracemalloc
@@ -369,6 +370,20 @@ def test_mistakes_are_one_message(trace: pathlib.Path, arguments: tuple[str, ...
     assert result.exit_code in (1, 2)
     assert isinstance(result.exception, SystemExit)
     assert message in result.stderr
+
+
+def test_files_that_will_not_do(trace: pathlib.Path, tmp_path: pathlib.Path):
+    pipe, picture = tmp_path / "pipe", trace.rename(tmp_path / "trace.svg")
+    os.mkfifo(pipe)
+    result = plan(pipe, *QWEN3_8B)
+    assert result.exit_code == 2
+    assert "is no regular file, and it is read for every budget" in result.stderr
+    pytest.importorskip("matplotlib", reason="the extra `plot` is not installed")
+    before = picture.read_bytes()
+    result = plan(picture, *QWEN3_8B, "--hicache-size", "8", "--plot", str(picture))
+    assert result.exit_code == 2
+    assert "is another file of this command" in result.stderr
+    assert picture.read_bytes() == before
 
 
 def test_a_bad_trace_is_one_message(trace: pathlib.Path):

@@ -14,3 +14,13 @@ def picture(ctx: click.Context, param: click.Parameter, file: Path | None) -> Pa
             raise click.BadParameter(f"{file.name!r} does not end in {' or '.join(FORMATS)}.")
         require_plotting()
     return file
+
+
+def spare(file: Path | None, *others: Path | None) -> None:
+    """Refuse a picture that would take the place of one of the command's other files.
+
+    Raises:
+        click.BadParameter: it is one of them.
+    """
+    if file and file.resolve() in {other.resolve() for other in others if other}:
+        raise click.BadParameter(f"{str(file)!r} is another file of this command.", param_hint="--plot")

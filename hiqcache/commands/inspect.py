@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hiqcache.commands._picture import picture
+from hiqcache.commands._picture import picture, spare
 
 if TYPE_CHECKING:
     import torch
@@ -45,6 +45,7 @@ def command(file: Path, other: Path | None, decoded: Path | None, plot: Path | N
     from hiqcache.inspect.decode import write_decoded
     from hiqcache.inspect.reader import Dump
 
+    spare(plot, file, other, decoded)
     with Dump(file) as dump:
         if decoded:
             with _progress("decoding", 2 * dump.geometry.layers) as advance:

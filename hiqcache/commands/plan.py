@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from hiqcache.commands._geometry import geometry_of
-from hiqcache.commands._picture import picture
+from hiqcache.commands._picture import picture, spare
 
 if TYPE_CHECKING:
     from hiqcache.geometry import KVGeometry
@@ -81,6 +81,9 @@ def command(
     from hiqcache.plan.cache import Limits, WritePolicy
     from hiqcache.plan.plot import draw
 
+    if not trace.is_file():  # a pipe can be read once
+        raise click.BadParameter(f"{str(trace)!r} is no regular file, and it is read for every budget.")
+    spare(plot, trace)
     geometry = geometry_of(config, layers, heads, head_dim, None, tp_size, page_size)
     limits = Limits(l1_tokens=device_tokens, l2_tokens=0, page_size=page_size, policy=WritePolicy(policy))
     bytes_per_token, refused = _representations(geometry)

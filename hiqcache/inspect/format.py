@@ -138,8 +138,9 @@ def _geometry(text: str) -> KVGeometry:
         fields = json.loads(text)
         dtype = getattr(torch, fields.pop("dtype"))
         return KVGeometry(**fields, dtype=dtype)
-    except (ValueError, TypeError, AttributeError, KeyError) as error:
-        raise DumpError(f"its metadata's geometry makes no sense: {text!r} ({error})") from error
+    except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
+        why = error.args[0]  # attrs' type errors have more, about itself
+        raise DumpError(f"its metadata's geometry makes no sense: {text[:300]!r} ({why})") from error
 
 
 def page_ranges(ids: Sequence[int]) -> str:

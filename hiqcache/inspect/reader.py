@@ -1,6 +1,7 @@
 """Opening a dump, finding out what is wrong with it, and reading it piece by piece."""
 
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -56,7 +57,9 @@ class Dump:
             header = _header(file)
             text = header.pop("__metadata__", {})
             axes = (_entry(name, entry)[1] for name, entry in header.items())
-            self.metadata = Metadata.from_text(text, max((shape[1] for shape in axes if len(shape) > 1), default=0))
+            # An axis may have any length where another is 0.
+            most_pages = max((shape[1] for shape in axes if len(shape) > 1 and 0 not in shape), default=0)
+            self.metadata = Metadata.from_text(text, most_pages)
             self.sections = _sections(header, self.metadata)
             self._tensors = safetensors.safe_open(file, framework="pt")
             self._tensors.__enter__()
@@ -160,6 +163,8 @@ def _described(sections: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> s
 
 def _header(file: Path) -> dict:
     """The JSON at the front of a safetensors file, once the file is as long as it says."""
+    if file.exists() and not file.is_file():  # opening a pipe would wait for a writer
+        raise DumpError("it is no regular file, and a dump is read here and there")
     with file.open("rb") as opened:
         size = os.fstat(opened.fileno()).st_size
         if size < 8:
@@ -176,6 +181,8 @@ def _header(file: Path) -> dict:
         raise DumpError("it is no safetensors file: its header is not JSON") from error
     if not isinstance(header, dict) or not isinstance(header.get("__metadata__", {}), dict):
         raise DumpError("it is no safetensors file: its header is not a table of tensors")
+    if not all(isinstance(value, str) for value in header.get("__metadata__", {}).values()):
+        raise DumpError("it is no safetensors file: its metadata is not all text")
     spans = [_entry(name, entry)[2] for name, entry in header.items() if name != "__metadata__"]
     needed = 8 + length + max((end for _, end in spans), default=0)
     if size < needed:
@@ -207,9 +214,18 @@ def _sections(header: Mapping[str, object], metadata: Metadata) -> dict[Part, di
                 f"tensor {name!r} has axes {list(shape)}; the metadata names {expected[0]} layers and "
                 f"{expected[1]} pages"
             )
+        if 0 in shape:
+            raise DumpError(f"tensor {name!r} has axes {list(shape)}, and so no elements")
         per_head = len(shape) > 3 and shape[2:4] == (geometry.page_size, geometry.heads)
         sections[Part(letter)][section] = StoredSection(dtype, shape[2:], per_head)
     for part, found in sections.items():
         if not found:
             raise DumpError(f"it has no tensor of {part.name}")
+        stored = sum(math.prod(section.shape) * section.dtype.itemsize for section in found.values())
+        values = geometry.page_size * geometry.heads * geometry.dim(part)
+        if values > 8 * stored:  # memory is taken by the geometry, which must not be a wrong number
+            raise DumpError(
+                f"its metadata's geometry has {values:,} values of {part.name} in a block, which cannot be in the "
+                f"{stored:,} bytes that a block has in the file"
+            )
     return sections
