@@ -10,6 +10,7 @@ import os
 import pathlib
 import random
 import re
+import socket
 import subprocess
 import sys
 import threading
@@ -792,13 +793,38 @@ def test_what_is_asked_wrongly(words: list[str], message: str):
     assert message in result.output
 
 
-def answered(status: int, answer: bytes) -> Result:
-    """What the command makes of a server that answers so."""
+@pytest.mark.parametrize("url", ["http://", "http://a:b", "http://[::1", "http://127.0.0.1:1/a b"])
+def test_urls_that_are_none(url: str):
+    result = run("name", "--url", url)
+    assert result.exit_code == 1
+    assert f"answer from {url}: " in result.output
+
+
+def test_a_key_that_no_request_can_carry():
+    result = run("name", "--url", f"http://127.0.0.1:{free_port()}", "--admin-key", "schlüssel")
+    assert result.exit_code == 1
+    assert "the admin key has characters other than ASCII" in result.output
+
+
+def test_no_pages_are_not_the_occupied_ones():
+    asked = []
+    answered(400, b'{"error": "no page"}', "--pages", "", bodies=asked)
+    assert json.loads(asked[0]) == {"name": "name", "pages": ""}
+
+
+def answered(
+    status: int, answer: bytes, *words: str, headers: dict[str, str] | None = None, bodies: list[bytes] | None = None
+) -> Result:
+    """What the command makes of a server that answers so; `bodies` gets what it was asked."""
 
     class Handler(http_server.BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["Content-Length"]))
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            if bodies is not None:
+                bodies.append(body)
             self.send_response(status)
+            for name, value in (headers or {}).items():
+                self.send_header(name, value)
             self.end_headers()
             self.wfile.write(answer)
 
@@ -808,9 +834,14 @@ def answered(status: int, answer: bytes) -> Result:
     with http_server.HTTPServer(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.handle_request)
         thread.start()
-        result = run("name", "--url", f"http://127.0.0.1:{server.server_port}/")
+        result = run("name", "--url", f"http://127.0.0.1:{server.server_port}/", *words)
         thread.join()
     return result
+
+
+def _status(**changes: object) -> bytes:
+    status = {"state": "done", "pages": 1, "written": 0, "bytes": 0, "files": [], "error": ""}
+    return json.dumps(status | changes).encode()
 
 
 def test_what_a_server_wrote():
@@ -830,10 +861,34 @@ def test_what_a_server_wrote():
         (500, b"<html>", "refused with status 500"),
         (200, b"hello", "no sensible answer from"),
         (200, b"[]", "answered, but not as a server with hiqcache does"),
-        (200, b'{"state": "failed", "pages": 1, "written": 0, "error": "TP rank 1: full"}', "left no file: TP rank 1"),
+        (200, b"[" * 100_000, "no sensible answer from"),
+        (200, b'{"state": "done"}', "answered, but not as a server with hiqcache does"),
+        (200, _status(state="lost"), "answered, but not as a server with hiqcache does"),
+        (200, _status(pages="many"), "answered, but not as a server with hiqcache does"),
+        (200, _status(state="failed", error="TP rank 1: full"), "left no file: TP rank 1"),
     ],
 )
 def test_what_a_server_may_answer(status: int, answer: bytes, message: str):
     result = answered(status, answer)
     assert result.exit_code == 1
     assert message in result.output
+
+
+@pytest.mark.parametrize("status", [200, 500])
+def test_an_answer_that_breaks_off(status: int):
+    result = answered(status, b'{"state"', headers={"Content-Length": "100"})
+    assert result.exit_code == 1
+    assert ("no sensible answer from" if status == 200 else "refused with status 500") in result.output
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_the_key_is_not_sent_on(status: int):
+    """Nor is another server's answer to a GET taken for this one's."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = f"http://127.0.0.1:{other.getsockname()[1]}/"
+        result = answered(status, b"", "--admin-key", "secret", headers={"Location": address})
+        assert result.exit_code == 1
+        assert f"sends on to {address}: give --url the server's own address" in result.output
+        other.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            other.accept()

@@ -1,5 +1,6 @@
 """`hiqcache dump`: have a running server write what its L2 holds to files."""
 
+import http.client
 import json
 import time
 import urllib.error
@@ -40,16 +41,16 @@ def command(name: str, url: str, everything: bool, pages: str | None, admin_key:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-    if everything and pages:
+    if everything and pages is not None:
         raise click.UsageError("Give --all or --pages, not both.")
-    if not url.startswith(("http://", "https://")):
+    if not url.lower().startswith(("http://", "https://")):
         raise click.BadParameter(f"{url!r} does not start with http:// or https://.", param_hint="--url")
     console = Console(stderr=True)
     columns = TextColumn("writing"), BarColumn(), TextColumn("{task.completed:,} of {task.total:,} pages")
     with Progress(
         *columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal
     ) as progress:
-        wanted = "all" if everything else pages or "occupied"
+        wanted = "all" if everything else "occupied" if pages is None else pages
         status = _ask(url, admin_key, {"name": name, "pages": wanted})
         task = progress.add_task("", total=status["pages"])
         while status["state"] == "writing":
@@ -73,21 +74,38 @@ def _ask(url: str, key: str | None, body: dict[str, Any] | None) -> dict[str, An
         click.ClickException: the server refuses, or is none. (`HiqcacheError` would import torch: seconds that a client
             need not wait.)
     """
+    if key and not key.isascii():
+        raise click.ClickException("the admin key has characters other than ASCII, which HTTP cannot carry")
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
     data = None if body is None else json.dumps(body).encode()
     try:
         request = urllib.request.Request(url.rstrip("/") + ROUTE, data, headers)
-        with urllib.request.urlopen(request, timeout=PATIENCE_SECONDS) as answer:
+        with urllib.request.build_opener(_NoRedirect).open(request, timeout=PATIENCE_SECONDS) as answer:
             status = json.loads(answer.read())
     except urllib.error.HTTPError as error:
         raise click.ClickException(_refusal(url, error, key)) from error
     except urllib.error.URLError as error:
         raise click.ClickException(f"no answer from {url}: {error.reason}") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError, http.client.HTTPException) as error:
         raise click.ClickException(f"no sensible answer from {url}: {error}") from error
-    if not isinstance(status, dict) or "state" not in status:
-        raise click.ClickException(f"{url} answered, but not as a server with hiqcache does")
-    return status
+    match status:
+        case {
+            "state": "writing" | "done" | "failed",
+            "pages": int(),
+            "written": int(),
+            "bytes": int(),
+            "files": list(),
+            "error": str(),
+        }:
+            return status
+    raise click.ClickException(f"{url} answered, but not as a server with hiqcache does")
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """A redirect is an error: followed, it would ask with GET, and take the key to whatever host it names."""
+
+    def redirect_request(self, *arguments: Any) -> None:
+        return None
 
 
 def _refusal(url: str, error: urllib.error.HTTPError, key: str | None) -> str:
@@ -96,7 +114,9 @@ def _refusal(url: str, error: urllib.error.HTTPError, key: str | None) -> str:
         return f"{url} refused {'this key' if key else 'a request with no key'}: {needed}"
     if error.code == 404:
         return f"{url} writes no dumps: start it with --hicache-representation NAME and --hicache-dump-dir DIR"
+    if target := error.headers.get("Location"):
+        return f"{url} sends on to {target}: give --url the server's own address"
     try:
         return f"{url} refused: {json.loads(error.read())['error']}"
-    except (ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError, RecursionError, http.client.HTTPException):
         return f"{url} refused with status {error.code}"
