@@ -177,7 +177,8 @@ def _text_config(config: Fields) -> Fields:
     for name in _TEXT_CONFIGS:
         nested = config.get(name)
         if isinstance(nested, dict):
-            return nested.get("text_config", nested) if name == "thinker_config" else nested
+            inner = nested.get("text_config") if name == "thinker_config" else None
+            return inner if isinstance(inner, dict) else nested
     return config
 
 
@@ -223,7 +224,10 @@ def _head_dim(text: Fields, heads: int, *, nested: bool) -> int:
         return _count(text, "head_dim")
     if nested and "head_dim" not in text:
         raise _Unstated(_left_out("head_dim"))
-    return _count(text, "hidden_size") // heads
+    width = _count(text, "hidden_size")
+    if width < heads:
+        raise _Unstated(f"hidden_size {width} is less than num_attention_heads {heads}")
+    return width // heads
 
 
 def _kv_dtype(config: Fields, text: Fields) -> torch.dtype:

@@ -70,7 +70,7 @@ def get(name: str) -> type[HostRepresentation]:
 def _load(point: EntryPoint) -> None:
     try:
         cls = point.load()
-    except Exception as error:  # a third party's module may raise anything
+    except (Exception, SystemExit) as error:  # a third party's module may raise anything
         raise UnknownRepresentation(
             f"representation {point.name!r}: cannot load {point.value} of {_owner(point)}: "
             f"{type(error).__name__}: {error}"
@@ -84,6 +84,11 @@ def _load(point: EntryPoint) -> None:
         raise UnknownRepresentation(
             f"representation {point.name!r}: {point.value} of {_owner(point)} lacks {', '.join(sorted(missing))}"
         )
+    for name in ("name", "format_tag", "summary"):
+        if not isinstance(value := getattr(cls, name), str):
+            raise UnknownRepresentation(
+                f"representation {point.name!r}: {name} of {point.value} of {_owner(point)} is {value!r}, not a string"
+            )
     if cls.name != point.name:
         raise UnknownRepresentation(
             f"entry point {point.name!r} of {_owner(point)} leads to a representation called {cls.name!r}; "

@@ -65,6 +65,22 @@ def test_list_shows_third_parties_and_what_is_broken_about_them(site):
     )
 
 
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [
+        (f"{HALF}\nHalf.summary = None", "summary of odd:Half of odd-kv 1.0 is None, not a string"),
+        (f"{HALF}\nHalf.format_tag = 5", "format_tag of odd:Half of odd-kv 1.0 is 5, not a string"),
+        ("raise SystemExit(0)", "cannot load odd:Half of odd-kv 1.0: SystemExit: 0"),
+    ],
+)
+def test_list_survives_third_parties(site, source, why):
+    install(site, "odd-kv", {"odd": source}, {"half": "odd:Half"})
+    result = hiqcache("list")
+    assert result.exit_code == 0
+    assert rows(result).keys() >= {"bf16", "half", "int8"}
+    assert why in result.stdout
+
+
 # capacity
 
 

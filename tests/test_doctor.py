@@ -238,6 +238,8 @@ def python(code: str) -> list[str]:
 def test_whatever_happens_to_the_child_there_is_an_answer(monkeypatch: pytest.MonkeyPatch):
     dead = ask_sglang(python("import os, sys; print('last words', file=sys.stderr, flush=True); os.abort()"))
     assert dead.error == "importing SGLang ended its process with status -6: last words"
+    foreign = ask_sglang(python("import sys; sys.stderr.buffer.write(b'caf\\xe9'); sys.exit(3)"))
+    assert foreign.error == "importing SGLang ended its process with status 3: caf\ufffd"
     garbled = ask_sglang(python("print('{')"))
     assert garbled.error == "importing SGLang ended its process with status 0: it said nothing"
     monkeypatch.setattr(facts_module, "ASK_SECONDS", 0.2)
@@ -282,6 +284,7 @@ def test_what_nvidia_smi_says(tmp_path, monkeypatch: pytest.MonkeyPatch):
     for script, expected in (
         ("echo 580.95.05; echo 580.95.05", ["580.95.05"] * 2),
         ("echo 'NVIDIA-SMI has failed'; exit 9", []),
+        (r"printf '\377\376'", []),
     ):
         smi.write_text(f"#!/bin/sh\n{script}\n")
         smi.chmod(0o755)

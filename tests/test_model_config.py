@@ -233,3 +233,16 @@ def test_bytes_that_are_no_text(tmp_path):
 def test_a_path_that_cannot_be_read(tmp_path, path):
     with pytest.raises(HiqcacheError, match=r"No such file|too long"):
         geometry_from_config(tmp_path / path, tp_size=1, page_size=1)
+
+
+def test_heads_without_width(tmp_path):
+    """hidden_size // heads would be 0."""
+    (tmp_path / "config.json").write_text('{"num_attention_heads": 64, "hidden_size": 32, "num_hidden_layers": 1}')
+    with pytest.raises(HiqcacheError, match="hidden_size 32 is less than num_attention_heads 64; give --layers"):
+        geometry_from_config(tmp_path, tp_size=1, page_size=1)
+
+
+def test_a_nested_config_that_is_none(tmp_path):
+    (tmp_path / "config.json").write_text('{"thinker_config": {"text_config": [1]}}')
+    with pytest.raises(HiqcacheError, match="num_attention_heads is not stated"):
+        geometry_from_config(tmp_path, tp_size=1, page_size=1)

@@ -140,7 +140,13 @@ def ask_sglang(command: list[str]) -> SGLang:
         variables[PLUGIN_FILTER] = f"{chosen},{PLUGIN}"
     try:
         child = subprocess.run(
-            command, env=variables, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=ASK_SECONDS
+            command,
+            env=variables,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",  # a library's last words may be in any encoding
+            timeout=ASK_SECONDS,
         )
     except subprocess.TimeoutExpired:
         return SGLang(error=f"importing SGLang took more than {ASK_SECONDS} seconds")
@@ -176,7 +182,7 @@ def _driver_versions() -> list[str]:
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         smi = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    except (OSError, subprocess.SubprocessError):
+    except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
         return []
     return smi.stdout.split()
 
