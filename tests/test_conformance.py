@@ -122,6 +122,22 @@ def test_what_is_no_vector_file_is_refused(tmp_path):
     assert result.exit_code == 1
 
 
+@pytest.mark.parametrize(
+    ("tensors", "about", "message"),
+    [
+        ({}, {"heads": "8", "dim": "128", "page_size": "1"}, "has no vectors, or parts of some are missing"),
+        ({"a.values": 1}, {"heads": "8", "dim": "128", "page_size": "1"}, "parts of some are missing"),
+        ({"a.values": 1, "a.blocks": 1, "a.decoded": 1}, {}, "does not say which heads, dim and page_size"),
+    ],
+)
+def test_vectors_that_check_nothing_do_not_pass(tensors, about, message, tmp_path):
+    about = {"representation": "int8", "format_tag": "int8-head-v1", **about}
+    save_file({name: torch.zeros(size) for name, size in tensors.items()}, tmp_path / "a.safetensors", about)
+    result = verify("--vectors", tmp_path)
+    assert result.exit_code == 1
+    assert message in result.output
+
+
 @pytest.mark.skipif(conformance.available("mps"), reason="there is one")
 def test_a_device_that_is_not_there():
     result = verify("--device", "mps")

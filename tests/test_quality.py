@@ -161,12 +161,22 @@ def test_prompts_survive_a_file(tmp_path):
     assert Prompts.load(tmp_path / "prompts.json") == prompts
 
 
-@pytest.mark.parametrize("content", ["no", "[]", "{}", '{"prompts": [{"kind": "prose"}]}'])
+@pytest.mark.parametrize("content", ["no", "[]", "{}", '"text"', '{"prompts": [{"kind": "prose"}]}'])
 def test_a_file_without_prompts_is_refused(content, tmp_path):
     (tmp_path / "prompts.json").write_text(content)
     result = quality_command("run", "--model", tmp_path, "--prompts", tmp_path / "prompts.json", "--out", "x")
     assert result.exit_code == 1
     assert "holds no prompts" in result.output
+
+
+@pytest.mark.parametrize(("prefix", "tokens"), [(0, (1, 2, 3)), (-1, (1, 2, 3)), (3, (1, 2, 3)), (1, ("a", "b", "c"))])
+def test_prompts_that_are_none_are_refused(prefix, tokens):
+    with pytest.raises(HiqcacheError, match="its tokens are no ids of a prefix"):
+        Prompts(
+            tokenizer="", shared_tokens=0, prompts=(Prompt(kind="", origin="", prefix_tokens=prefix, tokens=tokens),)
+        )
+    with pytest.raises(HiqcacheError, match="there are no prompts"):
+        Prompts(tokenizer="", shared_tokens=0, prompts=())
 
 
 def test_prompts_that_serve_one_another_are_refused():

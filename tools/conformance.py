@@ -294,9 +294,9 @@ def load(path: Path) -> tuple[HostRepresentation, list[Case]]:
         with safe_open(path, "pt") as file:
             about = file.metadata() or {}
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a dict)
-    except SafetensorError as error:
+    except (OSError, SafetensorError) as error:
         raise HiqcacheError(f"{path} cannot be read: {error}") from error
-    if "format_tag" not in about:
+    if not {"representation", "format_tag"} <= about.keys():
         raise HiqcacheError(f"{path} is a safetensors file, but holds no vectors of this tool (--vectors)")
     cls = registry.get(about["representation"])
     if cls.format_tag != about["format_tag"]:
@@ -304,13 +304,15 @@ def load(path: Path) -> tuple[HostRepresentation, list[Case]]:
             f"{path} holds {about['format_tag']!r}, but {cls.name!r} here is {cls.format_tag!r}: use the vectors that "
             "belong to this version (--vectors)"
         )
-    heads, dim, page_size = (int(about[key]) for key in ("heads", "dim", "page_size"))
+    names, kinds = sorted({key.rpartition(".")[0] for key in tensors}), ("values", "blocks", "decoded")
+    if not names or tensors.keys() != {f"{name}.{kind}" for name in names for kind in kinds}:
+        raise HiqcacheError(f"{path} has no vectors, or parts of some are missing (--vectors)")
+    try:
+        heads, dim, page_size = (int(about[key]) for key in ("heads", "dim", "page_size"))
+    except (KeyError, ValueError) as error:
+        raise HiqcacheError(f"{path} does not say which heads, dim and page_size its vectors have") from error
     geometry = KVGeometry(layers=2, heads=heads, head_dim=dim, v_head_dim=dim, page_size=page_size)
-    names = sorted({key.rpartition(".")[0] for key in tensors})
-    cases = [
-        Case(path.stem, name, *(tensors[f"{name}.{kind}"] for kind in ("values", "blocks", "decoded")))
-        for name in names
-    ]
+    cases = [Case(path.stem, name, *(tensors[f"{name}.{kind}"] for kind in kinds)) for name in names]
     return cls(geometry), cases
 
 

@@ -111,6 +111,11 @@ class Prompts:
     prompts: tuple[Prompt, ...]
 
     def __attrs_post_init__(self) -> None:
+        for prompt in self.prompts:
+            if not 0 < prompt.prefix_tokens < len(prompt.tokens) - 1 or not set(map(type, prompt.tokens)) <= {int}:
+                raise HiqcacheError(f"{prompt.origin}: its tokens are no ids of a prefix and of two tokens or more")
+        if not self.prompts:
+            raise HiqcacheError("there are no prompts")
         heads = [prompt.tokens[: self.shared_tokens + 1] for prompt in self.prompts]
         if len(set(heads)) < len(heads):
             raise HiqcacheError(
@@ -137,7 +142,7 @@ class Prompts:
             data = json.loads(path.read_text())
             prompts = [Prompt(**{**prompt, "tokens": tuple(prompt["tokens"])}) for prompt in data.pop("prompts")]
             return cls(**data, prompts=tuple(prompts))
-        except (KeyError, TypeError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        except (KeyError, TypeError, AttributeError, json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
             raise HiqcacheError(
                 f"{path} holds no prompts ({error!r}); make them with: quality.py prompts --out FILE"
             ) from error
