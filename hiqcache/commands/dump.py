@@ -104,7 +104,7 @@ def _ask(url: str, key: str | None, body: dict[str, Any] | None) -> dict[str, An
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
     """A redirect is an error: followed, it would ask with GET, and take the key to whatever host it names."""
 
-    def redirect_request(self, *arguments: Any) -> None:
+    def redirect_request(self, req: Any, fp: Any, code: Any, msg: Any, headers: Any, newurl: Any) -> None:
         return None
 
 
