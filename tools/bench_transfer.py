@@ -336,6 +336,8 @@ def shape_of(text: str) -> tuple[int, int]:
 @click.option("--repeats", default=15, show_default=True, help="Interleaved rounds of each setting.")
 @click.option("--out", type=click.Path(path_type=Path), help="JSON to write; the plot goes beside it as .png.")
 def main(shape, layers, layouts, page_sizes, sizes, repeats, out: Path | None) -> None:
+    if out:
+        out.parent.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
     ceiling, samples, bytes_per_token = Ceiling(), [], {}
     for layout, page_size in itertools.product(layouts, page_sizes):

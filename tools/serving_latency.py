@@ -245,6 +245,7 @@ def plot(result: dict[str, Any], path: pathlib.Path) -> None:
 @click.option("--plot", "picture", type=click.Path(path_type=pathlib.Path), help="SVG or PNG file to write.")
 @click.option("--repeats", default=3, show_default=True, help="Rounds of every measurement.")
 def main(out: pathlib.Path, picture: pathlib.Path | None, repeats: int) -> None:
+    out.parent.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
 
     def progress(text: str) -> None:
@@ -297,7 +298,6 @@ def report(servers: dict[str, Server], repeats: int) -> dict[str, Any]:
 
 def write(result: dict[str, Any], out: pathlib.Path, picture: pathlib.Path | None) -> None:
     """The file and the plot, after every round: whoever runs out of time keeps what was measured."""
-    out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(result, indent=1) + "\n")
     if picture:
         plot(result, picture)
