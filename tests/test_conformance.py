@@ -1,22 +1,17 @@
 """The conformance tool: its exact arithmetic, the committed vectors, and that a wrong bit is found."""
 
 import random
-import sys
 from fractions import Fraction
-from pathlib import Path
 
+import conformance
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from conformance import VECTORS, int8_head, main, nearest, value
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from hiqcache.backends.int8 import Int8
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
-
-import conformance
-from conformance import VECTORS, int8_head, main, nearest, value
 
 CHECKS = 4 * 10 * 3
 """Files x cases x roads: the codec, and the transfer in two arrangements."""

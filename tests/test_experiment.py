@@ -9,22 +9,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import attrs
+import experiment
+import experiment_report
 import pytest
 import tiny_model
 from click.testing import CliRunner
+from counters import RESTORE_TOKENS, metric
+from experiment import Broken, Clock, Configuration, Experiment, Refused, Result, Server, Workload
+from servers import QWEN3_8B, write_tokenizer
 
 from hiqcache.backends.bf16 import Bf16
 from hiqcache.backends.int8 import Int8
 from hiqcache.capacity import tokens_of_ratio, tokens_of_size
 from hiqcache.geometry import KVGeometry
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
-
-import experiment
-import experiment_report
-from counters import RESTORE_TOKENS, metric
-from experiment import Broken, Clock, Configuration, Experiment, Refused, Result, Server, Workload
-from servers import QWEN3_8B, write_tokenizer
 
 SMOKE = Path(experiment.__file__).parent / "smoke.py"
 GEOMETRY = KVGeometry(layers=36, heads=8, head_dim=128, v_head_dim=128, page_size=1)

@@ -2,26 +2,22 @@
 
 import json
 import math
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import error_sources
 import numpy as np
 import pytest
+import quality
 import tiny_model
 import torch
 from attrs import evolve
 from click.testing import CliRunner, Result
-from rich.progress import Progress
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
-
-import error_sources
-import quality
 from quality import Client, NotMeasured, Run
 from quality_report import Arm, Greedy, Score, agreeing, bars, compared, divergence, estimate, summarise, summary
 from quality_texts import SOURCES, Prompt, Prompts, _Text
+from rich.progress import Progress
 
 from hiqcache.geometry import HiqcacheError, Part
 

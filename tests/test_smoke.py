@@ -1,22 +1,17 @@
 """`tools/smoke.py` against a stand-in for SGLang, whose L1 and L2 are known; test_experiment.py has a real one."""
 
 import json
-import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 
 import pytest
+import smoke
 from attrs import define, field
 from click.testing import CliRunner, Result
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
-
-import smoke
 from counters import BACKUP_BYTES, BACKUP_TOKENS, RESTORE_BYTES, RESTORE_TOKENS
 
 L1_TOKENS, BYTES = 1000, 2048
@@ -177,7 +172,8 @@ def test_a_key():
     ("seen", "message"),
     [
         (None, "is not SGLang: /server_info has status 404"),
-        ({"status": "fine"}, "is not SGLang: /server_info has status 200"),
+        ({"status": "fine"}, "is not SGLang: /server_info has status 200 and no version, dp_size"),
+        ({"version": "1"}, "is not SGLang: /server_info has status 200 and no dp_size"),
         (info(hiqcache=None), "SGLang 0.5.23 at"),
         (info(hiqcache=None), "serves without hiqcache; start it with --enable-hierarchical-cache"),
         (info(dp_size=2), "the server has --dp-size 2; allowed: 1"),

@@ -28,16 +28,22 @@ import torch
 from attrs import frozen
 from quality_report import estimate, kl, table
 from quality_texts import Prompt, Prompts
+from results import read_result
 from rich.console import Console
 from rich.progress import track
 
 from hiqcache import sample_model
 from hiqcache.backends.int8 import Int8
+from hiqcache.commands._picture import picture
 from hiqcache.geometry import KVGeometry, Part
 
 CALIBRATION = 4
 """Prompts, behind those that are measured, from which the per-channel scales are taken."""
 LEVELS = 127
+
+
+PARTS = ("variants", "sources", "int8_relative_error", "model", "prompts", "scored_tokens")
+"""What a result has."""
 
 
 @frozen
@@ -383,17 +389,19 @@ def markdown(result: dict[str, Any]) -> str:
 @click.argument("result", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 def report(result: Path) -> None:
     """Print a result's tables in Markdown."""
-    click.echo(markdown(json.loads(result.read_text())))
+    click.echo(markdown(read_result(result, *PARTS)))
 
 
 @main.command()
 @click.argument("result", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.option("--out", required=True, type=click.Path(path_type=Path), help="SVG or PNG file to write.")
+@click.option(
+    "--out", required=True, type=click.Path(path_type=Path), callback=picture, help="SVG or PNG file to write."
+)
 def plot(result: Path, out: Path) -> None:
     """Draw int8's error by layer and head, and the variants' KL."""
     import matplotlib.pyplot as plt
 
-    data = json.loads(result.read_text())
+    data = read_result(result, *PARTS)
     figure, axes = plt.subplots(1, 3, figsize=(13, 4.5), layout="constrained", width_ratios=(1, 1, 2.2))
     for axis, part in zip(axes, Part, strict=False):
         error = 100 * np.array(data["int8_relative_error"][part.value])

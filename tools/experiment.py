@@ -43,10 +43,12 @@ from counters import (
     RESTORE_TOKENS,
     metric,
 )
+from results import read_result
 from servers import QWEN3_8B, launch, provenance, write_model
 from serving import HttpServer, environment, free_port, http
 
 from hiqcache import registry, sample_model
+from hiqcache.commands._picture import picture
 from hiqcache.model_config import geometry_from_config
 
 PAGE_SIZE = 1
@@ -653,10 +655,10 @@ def keep(experiments: Sequence[Experiment], only: Sequence[str]) -> list[Experim
 
 @main.command()
 @click.argument("path", type=click.Path(exists=True, dir_okay=False, path_type=pathlib.Path))
-@click.option("--plot", type=click.Path(path_type=pathlib.Path), help="SVG or PNG file to write.")
+@click.option("--plot", type=click.Path(path_type=pathlib.Path), callback=picture, help="SVG or PNG file to write.")
 def report(path: pathlib.Path, plot: pathlib.Path | None) -> None:
     """Print a result file's tables in Markdown; exit status 1 if it was refused."""
-    data = json.loads(path.read_text())
+    data = read_result(path, "experiment", "hardware", "servers", "broken", "runs", "refused")
     if data["refused"]:
         raise Refused(data["refused"])
     click.echo(experiment_report.markdown(data))

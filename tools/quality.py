@@ -1,5 +1,6 @@
 """What an encoded L2 does to a model's answers, through real SGLang servers and real restores.
 
+\b
     python tools/quality.py prompts --out prompts.json          (needs a network; --model for yours)
     python tools/quality.py run --prompts prompts.json --out result.json
     python tools/quality.py report result.json                  (tables, in Markdown)
@@ -10,6 +11,7 @@ ways: the text's true continuation is scored (SGLang's own log-probabilities, th
 position), and 64 tokens are generated greedily, as far as the end of text. Between the two, what the arm does to the KV
 of the prefix:
 
+\b
     exact       nothing: it has stayed in L1 since it was computed
     bf16, int8  pushed out of L1 by the other prompts, and restored from L2 (SGLang's count must say so for each prompt)
     int8 twice  evicted, restored, evicted and *encoded again*, restored (write-back, L2 too small for second copies)
@@ -39,12 +41,14 @@ from attrs import evolve, frozen
 from counters import BACKUP_TOKENS, metric
 from quality_report import YARDSTICK, Arm, Greedy, Score, markdown, plot, summarise
 from quality_texts import Prompt, Prompts, make
+from results import read_result
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from servers import launch, provenance
 from serving import START_SECONDS, HttpServer, environment, free_port, http
 
 from hiqcache import registry, sample_model
+from hiqcache.commands._picture import picture
 from hiqcache.geometry import HiqcacheError
 
 TOP = 50
@@ -56,6 +60,8 @@ ONE_PIECE = 8192
 SPARE = 64
 """L1 tokens beyond the longest prompt."""
 FP8 = "fp8_e4m3"
+PARTS = ("arms", "settings", "model", "prompts", "hardware", "versions", "bars")
+"""What a result has."""
 MEMORY = 0.8
 """`--mem-fraction-static`; L1 takes only what its fixed size needs."""
 COMMON = ["--skip-tokenizer-init", "--skip-server-warmup", "--enable-fp32-lm-head", "--cuda-graph-max-bs-decode", "1"]
@@ -388,6 +394,7 @@ def run_command(
     The exit status is 1 if nothing can be reported or a bar does not hold. On a GPU with room for them, --at-once 5
     runs all servers side by side.
     """
+    out.parent.mkdir(parents=True, exist_ok=True)
     model = model or sample_model.fetch()
     prompts = Prompts.load(file) if file else make(model)
     prompts = evolve(prompts, prompts=prompts.prompts[:count])
@@ -415,7 +422,6 @@ def run_command(
         ],
         **found,
     }
-    out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(result, indent=1) + "\n")
     click.echo(markdown(result))
     sys.exit(any(bar["holds"] is False for bar in result["bars"].values()))
@@ -425,15 +431,17 @@ def run_command(
 @result_argument
 def report_command(result: Path) -> None:
     """Print a result's tables in Markdown."""
-    click.echo(markdown(json.loads(result.read_text())))
+    click.echo(markdown(read_result(result, *PARTS)))
 
 
 @main.command("plot")
 @result_argument
-@click.option("--out", required=True, type=click.Path(path_type=Path), help="SVG or PNG file to write.")
+@click.option(
+    "--out", required=True, type=click.Path(path_type=Path), callback=picture, help="SVG or PNG file to write."
+)
 def plot_command(result: Path, out: Path) -> None:
     """Draw a result."""
-    plot(json.loads(result.read_text()), out)
+    plot(read_result(result, *PARTS), out)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,8 @@ PROBE_TOKENS, FILLER_TOKENS = 1024, 4096
 LEAST_TOKENS = 32
 """Of a probe; SGLang does not restore fewer than 10."""
 TIMEOUT = 600
+ASKED = ("version", "dp_size", "max_total_num_tokens", "page_size", "max_req_input_len", "hicache_write_policy")
+"""What is read from `/server_info`."""
 
 
 class Failed(click.ClickException):
@@ -62,8 +64,12 @@ class Client:
             info = answer.json() if answer.ok else {}
         except requests.JSONDecodeError:
             info = {}
-        if not isinstance(info, dict) or "internal_states" not in info:
-            raise Failed(f"what answers at {self.url} is not SGLang: /server_info has status {answer.status_code}")
+        missing = [name for name in ASKED if not isinstance(info, dict) or name not in info]
+        if missing:
+            raise Failed(
+                f"what answers at {self.url} is not SGLang: /server_info has status {answer.status_code} and no "
+                f"{', '.join(missing)}"
+            )
         if not info.get("hiqcache"):
             raise Failed(
                 f"SGLang {info['version']} at {self.url} serves without hiqcache; start it with "
@@ -84,9 +90,12 @@ class Client:
         """
         sampling = {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True}
         answer = self.ask("POST", "/generate", {"input_ids": prompts, "sampling_params": sampling})
-        if not answer.ok:
-            raise Failed(f"the server could not answer: status {answer.status_code}, {answer.text[:500]}")
-        return [entry["meta_info"].get("cached_tokens_details") or {"device": 0, "host": 0} for entry in answer.json()]
+        try:
+            answer.raise_for_status()
+            details = [entry["meta_info"].get("cached_tokens_details") for entry in answer.json()]
+        except (requests.RequestException, KeyError, TypeError, AttributeError) as error:
+            raise Failed(f"the server could not answer: status {answer.status_code}, {answer.text[:500]!r}") from error
+        return [found or {"device": 0, "host": 0} for found in details]
 
     def metrics(self) -> str | None:
         """The `/metrics` page; None where the server has none."""
