@@ -147,18 +147,15 @@ def test_sudden_end(interpreter, tmp_path, script):
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_real_demo():
-    result = subprocess.run(
-        [sys.executable, "-m", "hiqcache", "demo", "--json"], capture_output=True, text=True, check=False
-    )
+    """int8 alone, to save a server: `bf16` and the same model are in test_serving.py."""
+    command = [sys.executable, "-m", "hiqcache", "demo", "--representation", "int8", "--json"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
-    bf16, int8 = json.loads(result.stdout)
-    assert (bf16["bytes_per_token"], bf16["l2_tokens"]) == (23_040, 43_403)
+    (int8,) = json.loads(result.stdout)
     assert (int8["bytes_per_token"], int8["l2_tokens"]) == (15_360, 65_105)
-    for summary in (bf16, int8):
-        assert summary["restored_tokens"] > 2000
-        assert summary["restored_seconds"] < summary["cold_seconds"]
-        assert summary["answers"] == len(prompts())
-    assert bf16["agreeing_tokens"] == bf16["generated_tokens"]
+    assert int8["restored_tokens"] > 2000
+    assert int8["restored_seconds"] < int8["cold_seconds"]
+    assert int8["answers"] == len(prompts())
     assert int8["agreeing_tokens"] > int8["generated_tokens"] // 2
 
 

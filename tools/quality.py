@@ -50,6 +50,7 @@ from serving import START_SECONDS, HttpServer, environment, free_port, http
 from hiqcache import registry, sample_model
 from hiqcache.commands._picture import picture
 from hiqcache.geometry import HiqcacheError
+from hiqcache.sglang import cpu
 
 TOP = 50
 """Most likely tokens asked for at each position."""
@@ -65,7 +66,7 @@ PARTS = ("arms", "settings", "model", "prompts", "hardware", "versions", "bars")
 MEMORY = 0.8
 """`--mem-fraction-static`; L1 takes only what its fixed size needs."""
 COMMON = ["--skip-tokenizer-init", "--skip-server-warmup", "--enable-fp32-lm-head", "--cuda-graph-max-bs-decode", "1"]
-ON_CPU = ["--dtype", "float32", "--kv-cache-dtype", "bf16"]
+ON_CPU = [word for name, value in cpu.FLOAT32.items() for word in (f"--{name.replace('_', '-')}", value)]
 """Without a GPU: most CPUs have no BF16 arithmetic and would take ten times as long. The KV is BF16 all the same."""
 RECOMPUTED = "recomputed"
 ENCODED_AGAIN = 0.9

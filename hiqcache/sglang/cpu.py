@@ -28,6 +28,10 @@ ENGINE_ARGS = {
 }
 """Settings of `sgl.Engine` that SGLang needs on a CPU; the last leaves the cores to others between requests."""
 
+FLOAT32 = {"dtype": "float32", "kv_cache_dtype": "bf16"}
+"""More such settings, for a model of some size: a CPU without BF16 instructions computes six times faster in float32.
+KV stays in BF16."""
+
 VARIABLE = "SGLANG_USE_CPU_ENGINE"
 
 

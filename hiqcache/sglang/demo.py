@@ -30,7 +30,7 @@ HOST_GB = 1
 """Host budget for L2 (`--hicache-size`), in GB of 10**9 bytes."""
 DEVICE_TOKENS = 1024
 """L1 in tokens (`--max-total-tokens`): room for one prompt and its answer, but for no two."""
-ANSWER_TOKENS = 24
+ANSWER_TOKENS = 16
 PHASES = {"cold": "cold", "exact": "again", "restored": "once evicted"}
 """The times that a prompt is asked, in order: name -> what is said of it."""
 
@@ -161,7 +161,7 @@ def _run(model: str, representation: str, prompts: list[str]) -> Iterator[Event]
     }
     if not torch.cuda.is_available():
         cpu.prepare()
-        arguments |= cpu.ENGINE_ARGS
+        arguments |= cpu.ENGINE_ARGS | cpu.FLOAT32
     import sglang
     from sglang.srt.utils import kill_itself_when_parent_died
 
