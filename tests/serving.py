@@ -68,6 +68,20 @@ def device_settings() -> dict[str, Any]:
     return {} if torch.cuda.is_available() else cpu.ENGINE_ARGS
 
 
+def start_refused(config: pathlib.Path, **more: Any) -> None:
+    """Start an Engine that must not come up."""
+    import sglang
+
+    settings = {
+        "model_path": str(config),
+        "skip_tokenizer_init": True,
+        "load_format": "dummy",
+        "enable_hierarchical_cache": True,
+        "hicache_representation": "int8",
+    }
+    sglang.Engine(**device_settings() | settings | more)
+
+
 class EngineServer:
     """`sgl.Engine` in this process."""
 

@@ -41,25 +41,26 @@ from serving import (
     free_port,
     http,
     pip_install,
+    start_refused,
 )
 from transfers import same_bits
 
-sglang = pytest.importorskip("sglang", reason="needs the sglang extra")
+pytest.importorskip("sglang", reason="needs the sglang extra")
 
-from pools import buffer_info, host_pool  # noqa: E402
-from sglang.srt.managers.io_struct import DumperControlReqInput  # noqa: E402
-from sglang.srt.plugins import load_plugins  # noqa: E402
+from pools import buffer_info, host_pool
+from sglang.srt.managers.io_struct import DumperControlReqInput
+from sglang.srt.plugins import load_plugins
 
-from hiqcache import registry  # noqa: E402
-from hiqcache.__main__ import main  # noqa: E402
-from hiqcache.geometry import Part  # noqa: E402
-from hiqcache.inspect import writer  # noqa: E402
-from hiqcache.inspect.compare import compare  # noqa: E402
-from hiqcache.inspect.format import DumpError  # noqa: E402
-from hiqcache.inspect.reader import Dump  # noqa: E402
-from hiqcache.sglang import dump, plugin  # noqa: E402
-from hiqcache.sglang.choice import Choice, Refused  # noqa: E402
-from hiqcache.sglang.pool import RepresentationHostPool  # noqa: E402
+from hiqcache import registry
+from hiqcache.__main__ import main
+from hiqcache.geometry import Part
+from hiqcache.inspect import writer
+from hiqcache.inspect.compare import compare
+from hiqcache.inspect.format import DumpError
+from hiqcache.inspect.reader import Dump
+from hiqcache.sglang import dump, plugin
+from hiqcache.sglang.choice import Choice, Refused
+from hiqcache.sglang.pool import RepresentationHostPool
 
 load_plugins()
 
@@ -77,18 +78,6 @@ def pages_of(indices: torch.Tensor | None) -> list[int]:
 
 
 # -- asking for it -----------------------------------------------------------------------------------------------------
-
-
-def start(config: pathlib.Path, **more: Any) -> None:
-    """Start an Engine that must not come up."""
-    settings = {
-        "model_path": str(config),
-        "skip_tokenizer_init": True,
-        "load_format": "dummy",
-        "enable_hierarchical_cache": True,
-        "hicache_representation": "int8",
-    }
-    sglang.Engine(**device_settings() | settings | more)
 
 
 @pytest.fixture(scope="module")
@@ -114,14 +103,14 @@ def test_servers_that_cannot_write_dumps(
     (tmp_path / "file").touch()
     folder = tmp_path / settings.get("hicache_dump_dir", "")
     with pytest.raises(Refused, match=message):
-        start(tiny, **settings | {"hicache_dump_dir": folder})
+        start_refused(tiny, **settings | {"hicache_dump_dir": folder})
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root can write everywhere")
 def test_a_folder_that_cannot_be_written_to(tiny: pathlib.Path, tmp_path: pathlib.Path):
     tmp_path.chmod(0o555)
     with pytest.raises(Refused, match="which this user cannot write to"):
-        start(tiny, hicache_dump_dir=str(tmp_path))
+        start_refused(tiny, hicache_dump_dir=str(tmp_path))
 
 
 def test_the_rust_server_has_no_route(tiny: pathlib.Path, monkeypatch: pytest.MonkeyPatch):

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from serving import device_settings, environment
+from serving import device_settings, environment, start_refused
 
 from hiqcache.geometry import HiqcacheError, UnsupportedGeometry
 from hiqcache.representation import HostRepresentation
@@ -64,18 +64,6 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     return directory
 
 
-def start(config: pathlib.Path, **more: Any) -> None:
-    """Start an Engine that must not come up."""
-    settings = {
-        "model_path": str(config),
-        "skip_tokenizer_init": True,
-        "load_format": "dummy",
-        "enable_hierarchical_cache": True,
-        "hicache_representation": "int8",
-    }
-    sglang.Engine(**device_settings() | settings | more)
-
-
 # -- settings of a server ------------------------------------------------------------------------------------------
 
 REFUSED_SETTINGS = [
@@ -108,7 +96,7 @@ REFUSED_SETTINGS = [
 def test_engine_with_refused_settings(config: pathlib.Path, settings: dict[str, Any], message: str):
     settings = {name: str(config) if value == "{config}" else value for name, value in settings.items()}
     with pytest.raises(Refused, match=message):
-        start(config, **settings)
+        start_refused(config, **settings)
 
 
 STOPPED_BY_SGLANG = [
@@ -130,7 +118,7 @@ STOPPED_BY_SGLANG = [
 def test_settings_that_sglang_itself_stops(config: pathlib.Path, settings: dict[str, Any]):
     """With this model SGLang's own checks come first; where they would let the setting pass, ours does not."""
     with pytest.raises((ValueError, AssertionError, NotImplementedError, RuntimeError)):
-        start(config, **settings)
+        start_refused(config, **settings)
     resolved = dict.fromkeys((rule.field for rule in rules._RULES), None) | {
         "enable_hierarchical_cache": True,
         "hicache_mem_layout": "page_first",
@@ -147,7 +135,9 @@ def test_settings_that_sglang_itself_stops(config: pathlib.Path, settings: dict[
 
 def test_every_broken_setting_is_listed(config: pathlib.Path):
     with pytest.raises(Refused) as refused:
-        start(config, hicache_io_backend="kernel_ascend", kv_cache_dtype="fp8_e4m3", hicache_mem_layout="page_head")
+        start_refused(
+            config, hicache_io_backend="kernel_ascend", kv_cache_dtype="fp8_e4m3", hicache_mem_layout="page_head"
+        )
     assert str(refused.value).count("allowed:") == 3
 
 
@@ -222,7 +212,7 @@ def test_alias(config: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(SystemExit, match=f"{ALIAS}=maybe asked for(.|\n)*Allowed: 1"):
         parse(config)
     with pytest.raises(Refused, match=f"{ALIAS}=maybe asked for(.|\n)*Allowed: 1"):
-        start(config)
+        start_refused(config)
     monkeypatch.setenv(ALIAS, "0")
     assert chosen(parse(config, "--enable-hierarchical-cache")) is None
 
@@ -242,7 +232,7 @@ def test_a_hook_that_did_not_apply_stops_the_server(config: pathlib.Path, monkey
     target = "sglang.srt.managers.scheduler.Scheduler.get_init_info"
     monkeypatch.setattr(HookRegistry, "_patched", HookRegistry._patched - {target})
     with pytest.raises(Refused, match=f"did not apply the hooks on {target}"):
-        start(config)
+        start_refused(config)
     with pytest.raises(SystemExit) as stopped:
         parse(config, "--enable-hierarchical-cache", "--hicache-representation", "int8")
     assert stopped.value.code == 2, "an argument that the command line does not know"
