@@ -187,14 +187,6 @@ def environment(**variables: object) -> dict[str, str]:
     return base | {name: str(value) for name, value in variables.items()}
 
 
-def arguments(settings: dict[str, Any]) -> list[str]:
-    """Settings of `sgl.Engine` as words of a command line."""
-    words = []
-    for name, value in settings.items():
-        words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
-    return words
-
-
 def carry(site: pathlib.Path, monkeypatch: "pytest.MonkeyPatch") -> None:
     """Let processes that are started from now on find the packages in `site`."""
     monkeypatch.syspath_prepend(str(site))  # children that are spawned take this process's path, not PYTHONPATH

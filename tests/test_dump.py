@@ -32,7 +32,6 @@ from serving import (
     PROBE,
     Output,
     Server,
-    arguments,
     carry,
     device_settings,
     engine,
@@ -58,7 +57,7 @@ from hiqcache.inspect import writer
 from hiqcache.inspect.compare import compare
 from hiqcache.inspect.format import DumpError
 from hiqcache.inspect.reader import Dump
-from hiqcache.sglang import dump, plugin
+from hiqcache.sglang import cpu, dump, plugin
 from hiqcache.sglang.choice import Choice, Refused
 from hiqcache.sglang.pool import RepresentationHostPool
 
@@ -643,7 +642,7 @@ def int8_file(
         "HIQCACHE_PROBE_ROWS": rows,
         "HIQCACHE_PROBE_GATE": folder / "gate",
     }
-    words = arguments(device_settings() | settings(tiny, **options))
+    words = cpu.words(device_settings() | settings(tiny, **options))
     command = [sys.executable, "-m", "sglang.launch_server", *words]
     with http(command, folder / "log", port, environment(**variables)) as server:
         for key, message in [(None, "refused a request with no key"), ("wrong", "refused this key")]:

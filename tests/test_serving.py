@@ -21,7 +21,6 @@ from serving import (
     HttpServer,
     Output,
     Server,
-    arguments,
     carry,
     device_settings,
     engine,
@@ -35,6 +34,7 @@ from test_metrics import dashboard_metrics
 from third_party import install_third_party
 
 from hiqcache import sample_model
+from hiqcache.sglang import cpu
 
 pytestmark = pytest.mark.slow
 
@@ -251,7 +251,7 @@ def test_http_int8(tiny: pathlib.Path, prompts: list[list[int]], probing: pathli
     config = tmp_path / "config.yaml"
     config.write_text("hicache-representation: int8\n")
     command = [str(pathlib.Path(sys.executable).parent / "sglang"), "serve", "--config", str(config)]
-    words = arguments(device_settings() | options | {"port": port, "admin_api_key": ADMIN_KEY, "enable_metrics": True})
+    words = cpu.words(device_settings() | options | {"port": port, "admin_api_key": ADMIN_KEY, "enable_metrics": True})
     log = tmp_path / "log"
     with http([*command, *words], log, port, environment()) as server:
         check(server, prompts, 16, insertions=2, lossless=False)
@@ -277,7 +277,7 @@ def test_http_third_party(
     monkeypatch.setenv("PYTHONPATH", f"{environment()['PYTHONPATH']}:{site}")
     port = free_port()
     options = small(tiny, page_size=1, hicache_mem_layout="layer_first", hicache_write_policy="write_back")
-    words = arguments(device_settings() | options | {"port": port, "hicache_representation": name})
+    words = cpu.words(device_settings() | options | {"port": port, "hicache_representation": name})
     log = tmp_path / "log"
     with http([sys.executable, "-m", "sglang.launch_server", *words], log, port, environment()) as server:
         assert server.info()["hiqcache"][0]["representation"] == name
@@ -290,7 +290,7 @@ def test_a_foreign_pool_stops_the_server(tiny: pathlib.Path, probe_path: pathlib
     monkeypatch.setenv("PYTHONPATH", f"{environment()['PYTHONPATH']}:{probe_path}")
     options = device_settings() | small(tiny) | {"port": free_port(), "hicache_representation": "int8"}
     finished = subprocess.run(
-        [sys.executable, "-m", "sglang.launch_server", *arguments(options)],
+        [sys.executable, "-m", "sglang.launch_server", *cpu.words(options)],
         env=environment(HIQCACHE_SABOTAGE=1),
         capture_output=True,
         text=True,

@@ -66,8 +66,6 @@ PARTS = ("arms", "settings", "model", "prompts", "hardware", "versions", "bars")
 MEMORY = 0.8
 """`--mem-fraction-static`; L1 takes only what its fixed size needs."""
 COMMON = ["--skip-tokenizer-init", "--skip-server-warmup", "--enable-fp32-lm-head", "--cuda-graph-max-bs-decode", "1"]
-ON_CPU = [word for name, value in cpu.FLOAT32.items() for word in (f"--{name.replace('_', '-')}", value)]
-"""Without a GPU: most CPUs have no BF16 arithmetic and would take ten times as long. The KV is BF16 all the same."""
 RECOMPUTED = "recomputed"
 ENCODED_AGAIN = 0.9
 """Tokens encoded for each token restored, at least, where encoding again is the point."""
@@ -308,7 +306,7 @@ def serve(plan: Plan, model: Path, shared: int, log: Path, progress: Progress) -
     """
     task = progress.add_task(f"{plan.name}: starting", total=plan.answers)
     port = free_port()
-    device = [] if torch.cuda.is_available() else ON_CPU
+    device = [] if torch.cuda.is_available() else cpu.words(cpu.FLOAT32)
     arguments = ["--chunked-prefill-size", str(plan.chunk), *COMMON, *device, *plan.arguments]
     command = launch(model, port, l1_tokens=plan.l1_tokens, page_size=1, memory=MEMORY, arguments=arguments)
     try:

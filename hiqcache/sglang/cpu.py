@@ -12,6 +12,7 @@ starts a server; `prepare()` before `import sglang` does the same for `sgl.Engin
 import os
 import pathlib
 import sys
+from typing import Any
 
 import psutil
 
@@ -69,12 +70,17 @@ def adapt() -> None:
     )
 
 
+def words(settings: dict[str, Any]) -> list[str]:
+    """Settings of `sgl.Engine` as words of a command line."""
+    found = []
+    for name, value in settings.items():
+        found += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+    return found
+
+
 def command_line(arguments: list[str]) -> list[str]:
     """The command of a SGLang server with `arguments` on this machine's CPU."""
-    words = [sys.executable, "-m", "sglang.launch_server"]
-    for name, value in ENGINE_ARGS.items():
-        words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
-    return [*words, *arguments]
+    return [sys.executable, "-m", "sglang.launch_server", *words(ENGINE_ARGS), *arguments]
 
 
 if __name__ == "__main__":
