@@ -20,6 +20,8 @@ from hiqcache.transfer import DeviceRows, EagerTransfer, Transfer, clock, make_t
 
 TESTS = Path(__file__).parent
 ROADS = ("copy engine", "kernel", "eager")
+WANTED_RUNS = {"copy engine": 1, "kernel": 1 << 40, "both": 2 * 16 * 1152}
+"""Road -> the run from which the copy engine is taken; "both": by 16-token pages' restores after their first layer."""
 
 
 def test_kernels_agree_with_the_reference_codec_in_tritons_interpreter():
@@ -134,10 +136,11 @@ def cuda_transfer(case: Case, road: str, monkeypatch: pytest.MonkeyPatch) -> Tra
     from hiqcache.transfer import cuda
     from hiqcache.transfer.movers import CopyEngineMover
 
-    monkeypatch.setattr(cuda, "SMALL_BYTES", 0)
-    monkeypatch.setattr(CopyEngineMover, "WANTED_RUN", 1 if road == "copy engine" else 1 << 40)
+    for direction in ("BACKUP", "RESTORE"):
+        monkeypatch.setattr(cuda, f"SMALL_{direction}", 0)
+    monkeypatch.setattr(CopyEngineMover, "WANTED_RUN", WANTED_RUNS[road])
     transfer = make_transfer(case.representation, case.arena, case.rows)
-    on_cpu = road == "copy engine" and case.arena.shape.arrangement == "page_first"
+    on_cpu = road != "kernel" and case.arena.shape.arrangement == "page_first"
     assert transfer.host_indices_device.type == ("cpu" if on_cpu else "cuda")
     return transfer
 
@@ -165,15 +168,16 @@ def test_bytes_and_rows_are_those_of_the_reference_codec(name, shape, page_size,
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("road", ROADS[:2])
-@pytest.mark.parametrize(("lane_pages", "first_pages"), [(7, 1), (2, 100), (1, 1)])
+@pytest.mark.parametrize("road", WANTED_RUNS)
+@pytest.mark.parametrize(("lane_pages", "first_pages"), [(7, 0), (7, 1), (2, 100), (1, 1)])
 def test_a_transfer_larger_than_its_staging_is_split(lane_pages, first_pages, road, monkeypatch):
     from hiqcache.transfer import cuda
 
     case = Case.build("int8", "page_first", (8, 128), 16, pages=11)
     page_bytes = case.representation.bytes_per_token() * 16
-    monkeypatch.setattr(cuda, "LANE_BYTES", lane_pages * page_bytes)
-    monkeypatch.setattr(cuda, "FIRST_BYTES", first_pages * page_bytes)
+    for direction in ("BACKUP", "RESTORE"):
+        monkeypatch.setattr(cuda, f"{direction}_STAGING", lane_pages * page_bytes)
+    monkeypatch.setattr(cuda, "FIRST_BYTES", max(1, first_pages * page_bytes))
     transfer = cuda_transfer(case, road, monkeypatch)
     assert transfer.staging_bytes == 2 * lane_pages * page_bytes
     for _ in range(3):
@@ -184,16 +188,14 @@ def test_a_transfer_larger_than_its_staging_is_split(lane_pages, first_pages, ro
 
 @pytest.mark.gpu
 def test_staging_given_is_used_and_the_rest_is_bounded():
-    from hiqcache.transfer.cuda import LANE_BYTES
-
     case = Case.build("int8", "page_first", (8, 128), 64)
-    large = [torch.empty(LANE_BYTES, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
+    large = [torch.empty(96 << 20, dtype=torch.uint8, device="cuda") for _ in range(2)]
     small = [tensor[:1024] for tensor in large]
     taken = {
         given: make_transfer(case.representation, case.arena, case.rows, tensors).staging_bytes
         for given, tensors in {"none": [], "small": small, "one": large[:1], "both": large}.items()
     }
-    assert taken == {"none": 128 << 20, "small": 128 << 20, "one": 64 << 20, "both": 0}
+    assert taken == {"none": 128 << 20, "small": 128 << 20, "one": 96 << 20, "both": 0}
 
 
 @pytest.mark.gpu

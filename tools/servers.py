@@ -60,7 +60,14 @@ def write_tokenizer(directory: pathlib.Path, vocabulary: int) -> pathlib.Path:
 
 
 def launch(
-    model: pathlib.Path, port: int, *, l1_tokens: int, page_size: int, memory: float, arguments: Sequence[str] = ()
+    model: pathlib.Path,
+    port: int,
+    *,
+    l1_tokens: int,
+    page_size: int,
+    memory: float,
+    prefill_graphs: Sequence[int] = (),
+    arguments: Sequence[str] = (),
 ) -> list[str]:
     """The command of a server with L1 pinned, on this machine's GPU or, if it has none, its CPU.
 
@@ -70,15 +77,19 @@ def launch(
         l1_tokens: `--max-total-tokens`.
         page_size: `--page-size`.
         memory: `--mem-fraction-static`; of what is free when the server starts, servers side by side leave the rest.
+        prefill_graphs: numbers of new tokens to capture CUDA graphs of prefills for, on a GPU. SGLang's own list takes
+            minutes to capture.
         arguments: what else to say.
     """
     words = ["--model-path", str(model), "--port", str(port), "--max-total-tokens", str(l1_tokens)]
     words += ["--page-size", str(page_size), *arguments]
     if not torch.cuda.is_available():
         return cpu.command_line(words)
-    # Capturing CUDA graphs of prefills takes minutes.
     words += ["--attention-backend", "triton", "--sampling-backend", "pytorch", "--mem-fraction-static", str(memory)]
-    words += ["--cuda-graph-backend-prefill", "disabled"]
+    if prefill_graphs:
+        words += ["--cuda-graph-bs-prefill", *map(str, prefill_graphs)]
+    else:
+        words += ["--cuda-graph-backend-prefill", "disabled"]
     return [sys.executable, "-m", "sglang.launch_server", *words]
 
 

@@ -12,6 +12,7 @@ SGLang computes a layer as soon as its rows are in place.
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -26,11 +27,12 @@ from hiqcache.transfer.codec import BlockCodec
 from hiqcache.transfer.kernels import LINE_BYTES
 from hiqcache.transfer.movers import CopyEngineMover, KernelMover, Mover
 
-LANE_BYTES = 64 << 20
-"""Staging of one direction, where the caller brings none."""
-SMALL_BYTES = 64 << 20
+BACKUP_STAGING, RESTORE_STAGING = 32 << 20, 96 << 20
+"""Bytes of staging for each direction, where the caller brings none. More of it means fewer chunks and so less of the
+host's time, for which the request behind a restore waits and the one behind a backup does not."""
+SMALL_BACKUP, SMALL_RESTORE = 64 << 20, 32 << 20
 """Encoded bytes up to which a transfer is moved by the kernel, one launch of which costs the host less than a batch of
-copies does."""
+copies does. Backups have more chunks, and each batch of copies costs anew."""
 FIRST_BYTES = 8 << 20
 """Encoded bytes that a transfer begins with, or more where few layers at a time would starve the link."""
 GROWTH = 2
@@ -58,15 +60,15 @@ def obstacle(representation: HostRepresentation) -> str | None:
 class CudaTransfer(Transfer):
     """Fused kernels, long copies, and both at once.
 
-    Large transfers of long `page_first` pages whose slots are on the CPU go through the copy engine; everything else
-    through a kernel that reads and writes pinned memory.
+    Large transfers of long `page_first` pages whose slots are on the CPU go through the copy engine, in runs of its
+    `WANTED_RUN` and more; everything else through a kernel that reads and writes pinned memory.
 
     Args:
         representation: gives tile functions.
         arena: where blocks lie; its buffer is registered with CUDA.
         rows: the device pool.
         staging: up to two device tensors that nobody else uses, for backups and for restores. One that is missing or
-            smaller than `LANE_BYTES` is replaced by one of that size.
+            smaller than `BACKUP_STAGING` or `RESTORE_STAGING` is replaced by one of that size.
 
     Raises:
         ValueError: `obstacle(representation)` has an answer; rows are strided or unaligned; the blocks of one page and
@@ -99,14 +101,15 @@ class CudaTransfer(Transfer):
         if copy_engine.available() and CopyEngineMover.pays(arena.shape):
             self._mover = CopyEngineMover(arena, self._page_size, self._device)
 
-        given = [tensor.view(torch.uint8).view(-1) for tensor in staging if tensor.nbytes >= LANE_BYTES]
-        own = [torch.empty(LANE_BYTES, dtype=torch.uint8, device=self._device) for _ in range(2 - len(given))]
-        self._own_bytes = sum(tensor.nbytes for tensor in own)
-        self._backup_lane, self._restore_lane = (_Lane(tensor) for tensor in (*given, *own)[:2])
-        if self._layer_bytes > min(self._backup_lane.capacity, self._restore_lane.capacity):
+        self._own_bytes = 0
+        self._backup_lane, self._restore_lane = (
+            _Lane(self._staging(given, wanted))
+            for given, wanted in zip_longest(staging, (BACKUP_STAGING, RESTORE_STAGING))
+        )
+        if self._layer_bytes > (allowed := min(self._backup_lane.capacity, self._restore_lane.capacity)):
             raise ValueError(
-                f"one layer of one page has {self._layer_bytes} encoded bytes; allowed: {LANE_BYTES // 2}, which a "
-                "smaller --page-size gives"
+                f"one layer of one page has {self._layer_bytes} encoded bytes; allowed: {allowed}, which a smaller "
+                "--page-size gives"
             )
         none = torch.empty(0, dtype=torch.int64, device=self._device)
         self._restoring = self._begin_restore(none, none)
@@ -120,8 +123,14 @@ class CudaTransfer(Transfer):
     def staging_bytes(self) -> int:
         return self._own_bytes
 
+    def _staging(self, given: torch.Tensor | None, wanted: int) -> torch.Tensor:
+        if given is not None and given.nbytes >= wanted:
+            return given.view(torch.uint8).view(-1)
+        self._own_bytes += wanted
+        return torch.empty(wanted, dtype=torch.uint8, device=self._device)
+
     def backup(self, host_indices: torch.Tensor, device_indices: torch.Tensor) -> None:
-        mover = self._mover_for(host_indices)
+        mover = self._mover_for(host_indices, SMALL_BACKUP)
         pages, slots = mover.locate(host_indices), device_indices.reshape(-1, self._page_size)
         lane, current = self._backup_lane, torch.cuda.current_stream(self._device)
         step = min(self._layers, lane.capacity // self._layer_bytes)
@@ -142,12 +151,14 @@ class CudaTransfer(Transfer):
         if layer != restoring.next_layer:
             raise ValueError(f"restore of layer {layer}; allowed: {restoring.next_layer}, or 0 to begin another")
         restoring.next_layer += 1
-        layers = restoring.groups.get(layer)
-        if layers is None:
+        group = restoring.groups.get(layer)
+        if group is None:
             return  # enqueued with the first layer of its group
+        mover, layers = group
+        pages = restoring.pages[mover]
         current = torch.cuda.current_stream(self._device)
         for span in self._spans(len(restoring.slots), layers, lane.capacity):
-            move = partial(restoring.mover.move, restoring.pages[span], layers, False)
+            move = partial(mover.move, pages[span], layers, False)
             decode = partial(self._timed, self.decode_clock, self._codec.decode, restoring.slots[span], layers)
             lane.relay(lane.stream, move, current, decode)
 
@@ -165,25 +176,28 @@ class CudaTransfer(Transfer):
         clock.stop(slots.numel() * len(layers) / self._layers)
 
     def _begin_restore(self, host_indices: torch.Tensor, device_indices: torch.Tensor) -> "_Restore":
-        mover, slots = self._mover_for(host_indices), device_indices.reshape(-1, self._page_size)
-        return _Restore(mover, mover.locate(host_indices), slots, self._groups(len(slots), mover.run_layers))
+        slots = device_indices.reshape(-1, self._page_size)
+        groups = self._groups(len(slots), self._mover_for(host_indices, SMALL_RESTORE))
+        pages = {mover: mover.locate(host_indices) for mover in {mover for mover, _ in groups.values()}}
+        return _Restore(pages, slots, groups)
 
-    def _mover_for(self, host_indices: torch.Tensor) -> Mover:
+    def _mover_for(self, host_indices: torch.Tensor, small: int) -> Mover:
         encoded = len(host_indices) // self._page_size * self._layers * self._layer_bytes
-        return self._kernel_mover if host_indices.is_cuda or encoded <= SMALL_BYTES else self._mover
+        return self._kernel_mover if host_indices.is_cuda or encoded <= small else self._mover
 
-    def _groups(self, pages: int, run_layers: int) -> dict[int, range]:
-        """The layers to restore at a time, by the first of them.
+    def _groups(self, pages: int, mover: Mover) -> dict[int, tuple[Mover, range]]:
+        """The layers to restore at a time, by the first of them, and what moves them: `mover` where its runs are long.
 
         The first group is small, so that SGLang can start computing; the later ones are larger, because long runs use
         the link best.
         """
-        size = max(run_layers, _ceil_div(FIRST_BYTES, max(1, pages) * self._layer_bytes))
+        size = max(_ceil_div(mover.run_layers, GROWTH), _ceil_div(FIRST_BYTES, max(1, pages) * self._layer_bytes))
         most = self._restore_lane.capacity // self._layer_bytes
         groups, start = {}, 0
         while start < self._layers:
             size = min(size, most, self._layers - start)
-            groups[start] = range(start, start + size)
+            suited = mover if size >= mover.run_layers else self._kernel_mover
+            groups[start] = suited, range(start, start + size)
             start, size = start + size, size * GROWTH
         return groups
 
@@ -217,10 +231,9 @@ class CudaTransfer(Transfer):
 class _Restore:
     """The restore under way: where it stands between the calls for its layers."""
 
-    mover: Mover
-    pages: Any
+    pages: dict[Mover, Any]
     slots: torch.Tensor
-    groups: dict[int, range]
+    groups: dict[int, tuple[Mover, range]]
     next_layer: int = 0
 
 
