@@ -148,6 +148,19 @@ def test_report_and_plot(tmp_path):
     assert "<svg" in (tmp_path / "result.svg").read_text()
 
 
+@pytest.mark.parametrize(
+    ("report", "file"),
+    [(quality.main, "quality-smollm2-h200.json"), (error_sources.main, "error-sources-smollm2.json")],
+)
+def test_the_tables_of_the_page_are_those_of_the_results(report, file):
+    docs = Path(__file__).parents[1] / "docs"
+    page = (docs / "quality.md").read_text()
+    said = CliRunner().invoke(report, ["report", str(docs / "results" / file)]).output
+    tables = [part for part in said.strip().split("\n\n") if part.startswith("|")]
+    assert len(tables) >= 3
+    assert [table for table in tables if table not in page] == []
+
+
 # Prompts.
 
 

@@ -211,7 +211,8 @@ def bars(arms: dict[str, Any], prompts: Sequence[int]) -> dict[str, Any]:
 
 
 def kl(figure: list[float]) -> str:
-    return f"{figure[0]:.2e} ({figure[1]:.1e} to {figure[2]:.1e})"
+    """In units of 1e-4 nats."""
+    return "{:.2f} ({:.2f} to {:.2f})".format(*(1e4 * edge for edge in figure))
 
 
 def mean(figure: list[float]) -> str:
@@ -245,10 +246,10 @@ def markdown(result: dict[str, Any]) -> str:
             [
                 "KV of the prefix",
                 "against",
-                "mean KL, nats",
+                "mean KL, 1e-4 nats",
                 "mean change of log p",
                 "same likeliest token",
-                "perplexity",
+                "change of perplexity",
             ],
             [[name, arm["against"], *(form(arm["all"][of]) for of, form in answers)] for name, arm in arms.items()],
         ),
@@ -265,7 +266,7 @@ def markdown(result: dict[str, Any]) -> str:
         values = list(next(iter(arms.values()))[group])
         for figure, form in (("kl", kl), ("perplexity_ratio", change)):
             rows = [[name, *(form(arm[group][value][figure]) for value in values)] for name, arm in arms.items()]
-            heading = "mean KL" if figure == "kl" else "perplexity"
+            heading = "mean KL, 1e-4 nats," if figure == "kl" else "change of perplexity"
             parts.append(table([f"{heading} by {title}", *values], rows))
     parts += [f"{name}: not measured, {reason}" for name, reason in result["unavailable"].items()]
     for bar in result["bars"].values():
@@ -302,5 +303,6 @@ def plot(result: dict[str, Any], path: Path) -> None:
         right.bar(np.arange(len(greedy)) + shift, values, 0.38, yerr=spread, capsize=3, label=label)
     right.set_xticks(range(len(greedy)), list(greedy))
     right.set(ylabel="greedy answers as with exact KV, %")
-    right.legend(loc="lower right")
+    right.set(ylim=(0, 118))
+    right.legend(loc="upper center", ncols=2)
     figure.savefig(path)
