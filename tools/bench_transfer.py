@@ -13,6 +13,7 @@ import platform
 import random
 import statistics
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -52,13 +53,14 @@ class Setting:
 
 @frozen
 class Sample:
-    """One transfer by one contender; milliseconds since its start, on the GPU's clock."""
+    """One transfer by one contender; milliseconds since its start on the GPU's clock, and the host's to enqueue it."""
 
     setting: Setting
     contender: str
     direction: str
     first_layer_ms: float
     last_layer_ms: float
+    host_ms: float
 
 
 @define
@@ -158,9 +160,9 @@ class Bench:
             host, device = self._random_slots(tokens), self._random_slots(tokens).cuda()
             order.shuffle(turns)  # so that nobody always follows the same other, whose code fills the caches
             for contender, direction in turns:
-                first, last = self._time(contender, direction, host, device)
+                milliseconds = self._time(contender, direction, host, device)
                 if repeat >= 0:
-                    yield Sample(setting, contender.name, direction, first, last)
+                    yield Sample(setting, contender.name, direction, *milliseconds)
 
     def _random_slots(self, tokens: int) -> torch.Tensor:
         pages = torch.randperm(self.slots // self.geometry.page_size)[: tokens // self.geometry.page_size]
@@ -168,11 +170,12 @@ class Bench:
 
     def _time(
         self, contender: Contender, direction: str, host: torch.Tensor, device: torch.Tensor
-    ) -> tuple[float, float]:
+    ) -> tuple[float, float, float]:
         where = contender.backup_slots_on if direction == "backup" else contender.restore_slots_on
         transfers = [L2Transfer(contender.pool, self.device_pool, host.to(where), device)]
         events = [torch.cuda.Event(enable_timing=True) for _ in range(self.geometry.layers)]
         torch.cuda.synchronize()
+        begin = time.perf_counter()
         if direction == "backup":
             done = self.engine.submit_device_to_host(transfers)
             events = [done.finish_event]
@@ -182,8 +185,9 @@ class Bench:
                 transfer_layer_id_max=self.geometry.layers,
                 on_layer_done=lambda layer: events[layer].record(),
             )
+        host_ms = 1e3 * (time.perf_counter() - begin)
         torch.cuda.synchronize()
-        return done.start_event.elapsed_time(events[0]), done.start_event.elapsed_time(done.finish_event)
+        return done.start_event.elapsed_time(events[0]), done.start_event.elapsed_time(done.finish_event), host_ms
 
 
 class Ceiling:
@@ -220,6 +224,7 @@ class Row:
     share_of_ceiling: float
     first_layer_ms: float
     last_layer_ms: float
+    host_ms: float
     ratio: float
     ratio_range: tuple[float, float]
 
@@ -251,6 +256,7 @@ def summarise(samples: Sequence[Sample], bytes_per_token: dict[str, int], ceilin
                 gb_per_s / ceiling[direction],
                 statistics.median(sample.first_layer_ms for sample in group),
                 statistics.median(sample.last_layer_ms for sample in group),
+                statistics.median(sample.host_ms for sample in group),
                 statistics.median(ratios),
                 (min(ratios), max(ratios)),
             )
@@ -263,7 +269,7 @@ def table(rows: Sequence[Row], ceiling: dict[str, float]) -> Table:
     result = Table(title=f"Transfers between L1 and L2; link ceiling: {links}")
     for heading in ("layout", "page", "tokens", "direction", "path"):
         result.add_column(heading)
-    for heading in ("Mtok/s", "GB/s", "of ceiling", "first layer ms", "last layer ms", "x BF16", "range"):
+    for heading in ("Mtok/s", "GB/s", "of ceiling", "first layer ms", "last layer ms", "host ms", "x BF16", "range"):
         result.add_column(heading, justify="right")
     previous = None
     for row in rows:
@@ -277,6 +283,7 @@ def table(rows: Sequence[Row], ceiling: dict[str, float]) -> Table:
             f"{row.share_of_ceiling:.0%}",
             f"{row.first_layer_ms:.2f}" if row.direction == "restore" else "",
             f"{row.last_layer_ms:.2f}",
+            f"{row.host_ms:.2f}",
             f"{row.ratio:.2f}",
             f"{row.ratio_range[0]:.2f}-{row.ratio_range[1]:.2f}",
         )
