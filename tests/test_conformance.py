@@ -133,6 +133,37 @@ def test_vectors_that_check_nothing_do_not_pass(tensors, about, message, tmp_pat
     assert message in result.output
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda kind, tensor: tensor[:0],  # no block: nothing would be compared
+        lambda kind, tensor: tensor[:1] if kind == "blocks" else torch.cat([tensor, tensor]),
+        lambda kind, tensor: tensor[:, :10] if kind == "blocks" else tensor,
+        lambda kind, tensor: tensor.int() if kind == "blocks" else tensor,
+        lambda kind, tensor: tensor.half() if kind == "values" else tensor,
+        lambda kind, tensor: tensor[..., :1] if kind == "decoded" else tensor,
+    ],
+)
+def test_vectors_of_another_shape_are_refused(change, tmp_path):
+    name = "int8-3x64.safetensors"
+    tensors = {key: change(key.rpartition(".")[2], value) for key, value in load_file(VECTORS / name).items()}
+    with safe_open(VECTORS / name, "pt") as file:
+        save_file({key: value.contiguous() for key, value in tensors.items()}, tmp_path / name, file.metadata())
+    result = verify("--vectors", tmp_path)
+    assert result.exit_code == 1
+    assert f"{name}: all-zero holds" in result.output
+
+
+@pytest.mark.parametrize(("field", "wrong"), [("heads", "4"), ("page_size", "1"), ("heads", "-1"), ("dim", "3.0")])
+def test_vectors_of_another_geometry_are_refused(field, wrong, tmp_path):
+    name = "int8-3x64.safetensors"
+    with safe_open(VECTORS / name, "pt") as file:
+        save_file(load_file(VECTORS / name), tmp_path / name, file.metadata() | {field: wrong})
+    result = verify("--vectors", tmp_path)
+    assert result.exit_code == 1
+    assert isinstance(result.exception, SystemExit), "a sentence, no traceback"
+
+
 @pytest.mark.skipif(conformance.available("mps"), reason="there is one")
 def test_a_device_that_is_not_there():
     result = verify("--device", "mps")

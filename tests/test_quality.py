@@ -1,9 +1,12 @@
 """The quality tool: its figures by hand, its refusals, and real restores of a small model."""
 
+import contextlib
 import json
 import math
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import error_sources
@@ -14,7 +17,7 @@ import tiny_model
 import torch
 from attrs import evolve
 from click.testing import CliRunner, Result
-from quality import Client, NotMeasured, Run
+from quality import Client, NotMeasured, Plan, Run
 from quality_report import Arm, Greedy, Score, agreeing, bars, compared, divergence, estimate, summarise, summary
 from quality_texts import SOURCES, Prompt, Prompts, _Text
 from rich.progress import Progress
@@ -170,7 +173,9 @@ def test_prompts_survive_a_file(tmp_path):
     assert Prompts.load(tmp_path / "prompts.json") == prompts
 
 
-@pytest.mark.parametrize("content", ["no", "[]", "{}", '"text"', '{"prompts": [{"kind": "prose"}]}'])
+@pytest.mark.parametrize(
+    "content", ["no", "[]", "{}", '"text"', '{"prompts": [{"kind": "prose"}]}', "\0", "[" * 100_000, "1" * 5000]
+)
 def test_a_file_without_prompts_is_refused(content, tmp_path):
     (tmp_path / "prompts.json").write_text(content)
     result = quality_command("run", "--model", tmp_path, "--prompts", tmp_path / "prompts.json", "--out", "x")
@@ -188,6 +193,60 @@ def test_prompts_that_are_none_are_refused(prefix, tokens):
         Prompts(tokenizer="", shared_tokens=0, prompts=())
 
 
+@pytest.mark.parametrize(
+    ("of_all", "of_one", "message"),
+    [
+        ({"shared_tokens": 600}, {}, "'shared_tokens' must be in (0, 1) (got 600)"),  # else nothing need be restored
+        ({}, {"kind": ["prose"]}, "'kind' must be <class 'str'>"),
+        ({}, {"prefix_tokens": 48.0}, "'prefix_tokens' must be <class 'int'>"),
+        ({}, {"prefix_tokens": 0}, "its tokens are no ids of a prefix"),
+    ],
+)
+def test_a_file_of_prompts_with_one_wrong_field_is_refused(of_all, of_one, message, tmp_path):
+    some_prompts(4).save(tmp_path / "prompts.json")
+    data = json.loads((tmp_path / "prompts.json").read_text()) | of_all
+    data["prompts"][1] |= of_one
+    (tmp_path / "prompts.json").write_text(json.dumps(data))
+    for command in (quality.main, error_sources.main):
+        arguments = ["run", "--prompts", tmp_path / "prompts.json", "--model", tmp_path, "--out", tmp_path / "x.json"]
+        result = CliRunner().invoke(command, list(map(str, arguments)))
+        assert (result.exit_code, message in result.output) == (1, True), result.output
+
+
+def test_prompts_of_another_model_are_refused(tiny, tmp_path):
+    prompts = some_prompts(8)
+    first = prompts.prompts[0]
+    for number, wrong in enumerate((-1, tiny_model.VOCABULARY)):
+        changed = evolve(first, tokens=(*first.tokens[:-1], wrong))
+        evolve(prompts, prompts=(changed, *prompts.prompts[1:])).save(tmp_path / f"{number}.json")
+        for command in (quality.main, error_sources.main):
+            arguments = ["run", "--model", tiny, "--prompts", tmp_path / f"{number}.json", "--count", "2"]
+            result = CliRunner().invoke(command, [*map(str, arguments), "--out", str(tmp_path / "x.json")])
+            assert result.exit_code == 1
+            assert f"has {tiny_model.VOCABULARY} tokens: make prompts for it with" in result.output
+    with pytest.raises(HiqcacheError, match="is no folder of a model"):
+        prompts.require_ids_of(tmp_path)
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text('{"vocab_size": 1024}')
+    some_prompts(8).save(tmp_path / "prompts.json")
+    arguments = ["run", "--model", tmp_path, "--prompts", tmp_path / "prompts.json", "--count", "2", "--out", "x.json"]
+    result = CliRunner().invoke(error_sources.main, list(map(str, arguments)))
+    assert result.exit_code == 1
+    assert f"cannot load {tmp_path} (--model): " in result.output
+    result = quality_command("prompts", "--model", tmp_path, "--out", tmp_path / "x.json")
+    assert result.exit_code == 1
+    assert f"{tmp_path} has no tokenizer (--model): " in result.output
+
+
+def test_a_wrong_name_is_refused_before_anything_takes_time(monkeypatch, tmp_path):
+    monkeypatch.setattr(quality.sample_model, "fetch", lambda: pytest.fail("downloads the model"))
+    result = quality_command("run", "--representation", "nosuch", "--out", tmp_path / "x.json")
+    assert result.exit_code == 1
+    assert "unknown representation 'nosuch'" in result.output
+
+
 def test_prompts_that_serve_one_another_are_refused():
     prompts = some_prompts()
     with pytest.raises(HiqcacheError, match="share more than 0 leading tokens"):
@@ -200,6 +259,17 @@ def test_prompts_that_serve_one_another_are_refused():
 def test_too_few_prompts_are_refused():
     with pytest.raises(HiqcacheError, match="2 prompts of 192 tokens do not push one another out of an L1 of 248"):
         Run(some_prompts(2))
+
+
+def test_recomputed_cuts_prefixes_and_no_continuation():
+    assert Run(some_prompts(continuation=24)).small_pieces == 24
+    assert Run(some_prompts(continuation=4)).small_pieces == 16
+
+
+@pytest.mark.parametrize("names", [["int8", "int8"], ["bf16", "int8"]])
+def test_no_server_is_started_twice(names):
+    names = [plan.name for plan in Run(some_prompts()).plans(names)]
+    assert len(set(names)) == len(names)
 
 
 def test_passages_start_lines_with_tokens_of_their_own():
@@ -280,6 +350,61 @@ def test_scores_are_of_the_continuation(client):
         client(**meta | {"input_token_logprobs": meta["input_token_logprobs"][:-1]}).score(prompt, "host")
 
 
+@pytest.mark.parametrize("wrong", [None, float("nan"), float("-inf")])  # SGLang's JSON has null where it has NaN
+@pytest.mark.parametrize("field", ["input_token_logprobs", "input_top_logprobs"])
+def test_scores_that_are_no_numbers_are_refused(client, field, wrong):
+    prompt = some_prompts(continuation=4).prompts[0]
+    meta: dict[str, Any] = {
+        "cached_tokens_details": {"device": 0, "host": 48},
+        "input_token_logprobs": [[None, 0, None], *([-1.5, token, None] for token in prompt.tokens[-3:])],
+        "input_top_logprobs": [None, *([[-0.5, 3, None]] for _ in range(3))],
+    }
+    client(**meta).score(prompt, "host")
+    entry = meta[field][2]
+    (entry if field == "input_token_logprobs" else entry[0])[0] = wrong
+    with pytest.raises(NotMeasured, match="log-probabilities after random are not all numbers"):
+        client(**meta).score(prompt, "host")
+
+
+# Failures and Ctrl-C.
+
+
+def plans_of(*measures: Any) -> list[Plan]:
+    return [Plan(name=str(n), l1_tokens=1, chunk=1, measure=m, answers=1) for n, m in enumerate(measures)]
+
+
+@pytest.mark.parametrize("error", [NotMeasured("a prefix from elsewhere"), KeyboardInterrupt()])
+def test_after_a_failure_no_other_server_is_asked_to_the_end(error, monkeypatch, tmp_path):
+    asked, started = [], Event()
+
+    @contextlib.contextmanager
+    def http(command, log, port, variables):
+        yield quality.HttpServer("http://nowhere", 0)
+
+    def fails(client):
+        started.wait(10)
+        raise error
+
+    def endless(client):
+        started.set()
+        for number in range(1000):
+            asked.append(number)
+            client.asked()
+            time.sleep(0.02)
+        return []
+
+    def never(client):
+        pytest.fail("a server started after the failure")
+
+    monkeypatch.setattr(quality, "http", http)
+    monkeypatch.setattr(Run, "plans", lambda self, names: plans_of(endless, fails, never))
+    with pytest.raises(type(error)) as raised:
+        quality.run_all(some_prompts(), tmp_path, ["int8"], at_once=2, logs=tmp_path)
+    assert 0 < len(asked) < 500
+    if isinstance(error, NotMeasured):
+        assert str(raised.value).startswith("1: a prefix from elsewhere; its log is ")
+
+
 # For real.
 
 
@@ -294,7 +419,7 @@ def test_real_restores(tiny, tmp_path, monkeypatch):
     prompts = some_prompts()
     plans = [plan for plan in Run(prompts).plans(["int8"]) if plan.name in ("int8", "int8 twice")]
     with Progress(disable=True) as progress, ThreadPoolExecutor() as pool:
-        served = [pool.submit(quality.serve, plan, tiny, 0, tmp_path / plan.name, progress) for plan in plans]
+        served = [pool.submit(quality.serve, plan, tiny, 0, tmp_path / plan.name, progress, Event()) for plan in plans]
         arms = {arm.name: arm for future in served for arm in future.result()}
     assert arms.keys() == {"exact (int8)", "int8", "exact (int8 twice)", "int8 twice"}
     once, twice = (compared(arms[f"exact ({name})"], arms[name]) for name in ("int8", "int8 twice"))

@@ -26,6 +26,30 @@ def test_a_file_that_is_no_result(arguments: list[str], text: str, message: str,
     assert isinstance(answer.exception, SystemExit), "a sentence, no traceback"
 
 
+@pytest.mark.parametrize(
+    "command", [["quality", "run"], ["quality", "prompts"], ["error_sources", "run"], ["conformance", "verify"]]
+)
+def test_a_file_that_cannot_be_written_is_refused_before_any_work(command: list[str], tmp_path: pathlib.Path):
+    (tmp_path / "file").write_text("")
+    prompts = ["--prompts", str(tmp_path)] if command == ["error_sources", "run"] else []
+    for out in (tmp_path, tmp_path / "file" / "result.json"):
+        main = importlib.import_module(command[0]).main
+        answer = CliRunner().invoke(main, [command[1], *prompts, "--out", str(out)])
+        assert answer.exit_code == 2, answer.output
+        assert f"{out}'" in answer.output
+
+
+@pytest.mark.parametrize(
+    ("tool", "file"), [("quality", "quality-smollm2-h200.json"), ("error_sources", "error-sources-smollm2.json")]
+)
+def test_a_picture_that_cannot_be_written_is_a_sentence(tool: str, file: str, tmp_path: pathlib.Path):
+    result = pathlib.Path(__file__).parents[1] / "docs" / "results" / file
+    out = tmp_path / "missing" / "plot.svg"
+    answer = CliRunner().invoke(importlib.import_module(tool).main, ["plot", str(result), "--out", str(out)])
+    assert answer.exit_code == 1
+    assert answer.output.strip() == f"Error: {out}: No such file or directory"
+
+
 @pytest.mark.parametrize("tool", ["quality", "error_sources"])
 def test_a_picture_of_no_known_kind_is_refused(tool: str, tmp_path: pathlib.Path):
     file = tmp_path / "result.json"

@@ -28,6 +28,7 @@ from pathlib import Path
 import click
 import torch
 from attrs import asdict, frozen
+from results import Commands, writable
 from rich.table import Column
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -212,7 +213,7 @@ def file_name(name: str, heads: int, dim: int) -> str:
     return f"{name}-{heads}x{dim}.safetensors"
 
 
-@click.group(help=__doc__)
+@click.group(cls=Commands, help=__doc__)
 def main() -> None:
     pass
 
@@ -221,7 +222,10 @@ def main() -> None:
 @click.option("--out", default=VECTORS, show_default=True, type=click.Path(path_type=Path), help="Folder to write to.")
 def generate(out: Path) -> None:
     """Write the vectors."""
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise click.ClickException(f"cannot make {out}: {error.strerror} (--out)") from error
     for (heads, dim), page_size in SHAPES.items():
         rng = random.Random(f"{heads}x{dim}")
         values = {
@@ -309,11 +313,20 @@ def load(path: Path) -> tuple[HostRepresentation, list[Case]]:
         raise HiqcacheError(f"{path} has no vectors, or parts of some are missing (--vectors)")
     try:
         heads, dim, page_size = (int(about[key]) for key in ("heads", "dim", "page_size"))
+        geometry = KVGeometry(layers=2, heads=heads, head_dim=dim, v_head_dim=dim, page_size=page_size)
     except (KeyError, ValueError) as error:
         raise HiqcacheError(f"{path} does not say which heads, dim and page_size its vectors have") from error
-    geometry = KVGeometry(layers=2, heads=heads, head_dim=dim, v_head_dim=dim, page_size=page_size)
-    cases = [Case(path.stem, name, *(tensors[f"{name}.{kind}"] for kind in kinds)) for name in names]
-    return cls(geometry), cases
+    representation = cls(geometry)
+    values = torch.bfloat16, [page_size, heads, dim]
+    wanted = dict(
+        zip(kinds, (values, (torch.uint8, [representation.layouts[Part.K].block_bytes]), values), strict=True)
+    )
+    for name in names:
+        counts = {len(tensors[f"{name}.{kind}"]) for kind in kinds}
+        found = {kind: (tensors[f"{name}.{kind}"].dtype, [*tensors[f"{name}.{kind}"].shape[1:]]) for kind in kinds}
+        if found != wanted or len(counts) > 1 or counts == {0}:
+            raise HiqcacheError(f"{path}: {name} holds {found} of {counts} blocks; wanted {wanted}, of one number")
+    return representation, [Case(path.stem, name, *(tensors[f"{name}.{kind}"] for kind in kinds)) for name in names]
 
 
 def by_codec(representation: HostRepresentation, case: Case, device: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -409,7 +422,6 @@ def write(out: Path, device: str, found: list[Outcome]) -> None:
         "versions": {name: importlib.metadata.version(name) for name in ("hiqcache", "torch")},
         "outcomes": [asdict(outcome) for outcome in found],
     }
-    out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(result, indent=1) + "\n")
 
 
@@ -422,7 +434,7 @@ def number(x: float | None) -> str:
 @click.option(
     "--vectors", default=VECTORS, show_default=True, type=click.Path(exists=True, path_type=Path), help="Their folder."
 )
-@click.option("--out", type=click.Path(path_type=Path), help="JSON file to write.")
+@click.option("--out", type=click.Path(path_type=Path), callback=writable, help="JSON file to write.")
 def verify(device: str, vectors: Path, out: Path | None) -> None:
     """Check a device's encoders and decoders against the vectors."""
     paths = sorted(vectors.glob("*.safetensors"))
@@ -432,10 +444,7 @@ def verify(device: str, vectors: Path, out: Path | None) -> None:
         raise click.ClickException(f"PyTorch sees no {device} device here; choose another with --device")
     if device == "mps":
         click.echo("mps: never run by this project; its transfer is not checked, only encode and decode", err=True)
-    try:
-        found = list(outcomes(paths, device))
-    except HiqcacheError as error:
-        raise click.ClickException(str(error)) from error
+    found = list(outcomes(paths, device))
     titles = ("wrong bytes", "wrong values", "max |x^-x|/s", "mean |x^-x|", "p99 |x^-x|")
     rows = []
     for o in found:

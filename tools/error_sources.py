@@ -28,14 +28,15 @@ import torch
 from attrs import frozen
 from quality_report import estimate, kl, table
 from quality_texts import Prompt, Prompts
-from results import read_result
+from results import Commands, read_result, writable
 from rich.console import Console
 from rich.progress import track
 
 from hiqcache import sample_model
 from hiqcache.backends.int8 import Int8
 from hiqcache.commands._picture import picture
-from hiqcache.geometry import KVGeometry, Part
+from hiqcache.geometry import HiqcacheError, KVGeometry, Part
+from hiqcache.plotting import save
 
 CALIBRATION = 4
 """Prompts, behind those that are measured, from which the per-channel scales are taken."""
@@ -204,13 +205,20 @@ Rows = list[dict[Part, torch.Tensor]]
 
 
 class Model:
-    """A causal language model in float32, its KV in our hands."""
+    """A causal language model in float32, its KV in our hands.
+
+    Raises:
+        HiqcacheError: the folder holds none.
+    """
 
     def __init__(self, folder: Path):
         from transformers import AutoModelForCausalLM
 
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        try:
+            self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        except (OSError, ValueError) as error:
+            raise HiqcacheError(f"cannot load {folder} (--model): {str(error).splitlines()[0]}") from error
         self.model.to(self.device)  # pyright: ignore[reportArgumentType] (transformers wraps it in its own type)
 
     def compute(self, tokens: Sequence[int]) -> Rows:
@@ -245,7 +253,7 @@ def channel_magnitudes(model: Model, prompts: Sequence[Any]) -> list[dict[Part, 
     ]
 
 
-@click.group(help=__doc__)
+@click.group(cls=Commands, help=__doc__)
 def main() -> None:
     pass
 
@@ -256,14 +264,16 @@ def main() -> None:
 )
 @click.option("--prompts", "file", required=True, type=click.Path(exists=True, path_type=Path))
 @click.option("--count", default=48, show_default=True, type=click.IntRange(min=1), help="Prompts to measure on.")
-@click.option("--out", required=True, type=click.Path(path_type=Path), help="JSON file to write.")
+@click.option("--out", required=True, type=click.Path(path_type=Path), callback=writable, help="JSON file to write.")
 @torch.inference_mode()
 def run(folder: Path | None, file: Path, count: int, out: Path) -> None:
     """Measure every variant."""
-    prompts = Prompts.load(file).prompts
+    everything = Prompts.load(file)
+    prompts = everything.prompts
     if len(prompts) < count + CALIBRATION:
         raise click.ClickException(f"{file} holds {len(prompts)} prompts; --count {count} and {CALIBRATION} are needed")
     folder = folder or sample_model.fetch()
+    everything.require_ids_of(folder)
     model = Model(folder)
     channels = channel_magnitudes(model, prompts[count : count + CALIBRATION])
     dim = channels[0][Part.K].shape[-1]
@@ -311,7 +321,6 @@ def run(folder: Path | None, file: Path, count: int, out: Path) -> None:
         "int8_relative_error": {part.value: relative["int8"]["once"][i].tolist() for i, part in enumerate(Part)},
         "sources": sources({name: wrong[name]["once"] for name in VARIANTS}),
     }
-    out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(result, indent=1) + "\n")
     click.echo(markdown(result))
 
@@ -413,7 +422,7 @@ def plot(result: Path, out: Path) -> None:
     values, low, high = np.array([data["variants"][name]["kl"] for name in names]).T
     axes[2].barh(names, values, xerr=np.stack([values - low, high - values]), capsize=3)
     axes[2].set(xscale="log", xlabel="mean KL from BF16 KV, nats")
-    figure.savefig(out)
+    save(figure, out)
 
 
 if __name__ == "__main__":

@@ -28,9 +28,10 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import click
@@ -41,7 +42,7 @@ from attrs import evolve, frozen
 from counters import BACKUP_TOKENS, metric
 from quality_report import YARDSTICK, Arm, Greedy, Score, markdown, plot, summarise
 from quality_texts import Prompt, Prompts, make
-from results import read_result
+from results import Commands, read_result, writable
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from servers import launch, provenance
@@ -128,11 +129,14 @@ class Client:
         expected = list(prompt.tokens[prompt.prefix_tokens + 1 :])
         if [entry[1] for entry in true] != expected or len(top) != len(expected):
             raise NotMeasured(f"SGLang scored {len(true)} tokens other than the {len(expected)} after {prompt.origin}")
-        return Score(
-            true=np.array([entry[0] for entry in true]),
+        found = Score(
+            true=np.array([entry[0] for entry in true], dtype=float),  # JSON has no NaN; a null becomes one here
             ids=np.array([[entry[1] for entry in position] for position in top]),
-            logprobs=np.array([[entry[0] for entry in position] for position in top]),
+            logprobs=np.array([[entry[0] for entry in position] for position in top], dtype=float),
         )
+        if not (np.isfinite(found.true).all() and np.isfinite(found.logprobs).all()):
+            raise NotMeasured(f"SGLang's log-probabilities after {prompt.origin} are not all numbers: NaN or infinity")
+        return found
 
     def continue_greedily(self, prompt: Prompt, source: str) -> Greedy:
         """Generate after the prefix and one more token: the last token of a prompt is never taken from a cache."""
@@ -202,8 +206,9 @@ class Run:
 
     @property
     def small_pieces(self) -> int:
-        """Chunked prefill size that cuts every prefix."""
-        return max(1, min(prompt.prefix_tokens for prompt in self.prompts.prompts) // 3)
+        """Chunked prefill size that cuts every prefix, but no continuation: that is computed alike in all arms."""
+        third = min(prompt.prefix_tokens for prompt in self.prompts.prompts) // 3
+        return max(third, self.prompts.continuation_tokens)
 
     @property
     def enough_for_twice(self) -> bool:
@@ -253,7 +258,7 @@ class Run:
             words = ["--enable-hierarchical-cache", "--hicache-representation", name]
             return [*words, "--hicache-ratio", f"{tokens / l1_tokens:.4f}"]
 
-        for name in (LOSSLESS, *representations):
+        for name in dict.fromkeys((LOSSLESS, *representations)):
             everything = self.total + count * (GENERATED + SPARE)
             yield plan(
                 name=name,
@@ -261,7 +266,7 @@ class Run:
                 measure=partial(self.restored, name=name),
                 answers=5 * count,
             )
-        for name in representations if self.enough_for_twice else ():
+        for name in dict.fromkeys(representations) if self.enough_for_twice else ():
             # L2 is a little too small for second copies: that of a restored prefix is given up while it is in L1.
             l1_tokens, spare = 4 * self.longest, 2 * self.longest
             words = l2(name, self.total - l1_tokens + spare, l1_tokens)
@@ -298,12 +303,18 @@ def encoded_tokens(server: HttpServer) -> float:
     return metric(page, BACKUP_TOKENS)
 
 
-def serve(plan: Plan, model: Path, shared: int, log: Path, progress: Progress) -> list[Arm]:
-    """One server, from its start to its end.
+def serve(plan: Plan, model: Path, shared: int, log: Path, progress: Progress, stop: Event) -> list[Arm]:
+    """One server, from its start to its end, which comes with the next answer once `stop` is set.
 
     Raises:
-        NotMeasured: it did not come up, or did not do what the plan says.
+        NotMeasured: it did not come up, did not do what the plan says, or was stopped.
     """
+
+    def asked() -> None:
+        if stop.is_set():
+            raise NotMeasured("stopped")
+        progress.advance(task)
+
     task = progress.add_task(f"{plan.name}: starting", total=plan.answers)
     port = free_port()
     device = [] if torch.cuda.is_available() else cpu.words(cpu.FLOAT32)
@@ -312,7 +323,7 @@ def serve(plan: Plan, model: Path, shared: int, log: Path, progress: Progress) -
     try:
         with http(command, log, port, environment()) as server:
             progress.update(task, description=plan.name)
-            arms = plan.measure(Client(server, shared, lambda: progress.advance(task)))
+            arms = plan.measure(Client(server, shared, asked))
     except (AssertionError, requests.RequestException) as error:  # what `http` raises of a server that stopped
         causes = re.findall(r"^\w+(?:Error|Exception): .*$", log.read_text(), re.M) or str(error).splitlines()
         raise NotMeasured(causes[0]) from error
@@ -325,32 +336,28 @@ def run_all(prompts: Prompts, model: Path, representations: Sequence[str], at_on
     run = Run(prompts)
     plans = list(run.plans(representations))
     columns = (TimeElapsedColumn(), BarColumn(bar_width=20), MofNCompleteColumn(), TextColumn("{task.description}"))
-    arms: dict[str, Arm] = {}
     unavailable = {} if run.enough_for_twice else {"twice": "too few prompts (--prompts, --count)"}
     with Progress(*columns, console=Console(stderr=True)) as progress, ThreadPoolExecutor(at_once) as pool:
-
-        def start(plan: Plan) -> Future[list[Arm]]:
-            return pool.submit(serve, plan, model, prompts.shared_tokens, logs / f"{plan.name}.log", progress)
-
-        for plan, future in [(plan, start(plan)) for plan in plans]:
-            try:
-                arms |= {arm.name: arm for arm in future.result()}
-            except NotMeasured as error:
-                if not plan.optional:
-                    pool.shutdown(cancel_futures=True)
-                    raise NotMeasured(f"{plan.name}: {error}; its log is {logs / plan.name}.log") from error
-                unavailable[plan.name] = str(error)
-    return summarise(prompts.prompts, arms, unavailable)
-
-
-class Commands(click.Group):
-    """An error meant for the reader is one message and exit status 1."""
-
-    def invoke(self, ctx: click.Context) -> Any:
+        stop = Event()
+        served = {
+            pool.submit(serve, plan, model, prompts.shared_tokens, logs / f"{plan.name}.log", progress, stop): plan
+            for plan in plans
+        }
         try:
-            return super().invoke(ctx)
-        except HiqcacheError as error:
-            raise click.ClickException(str(error)) from error
+            for future in as_completed(served):
+                plan = served[future]
+                try:
+                    future.result()
+                except NotMeasured as error:
+                    if not plan.optional:
+                        raise NotMeasured(f"{plan.name}: {error}; its log is {logs / plan.name}.log") from error
+                    unavailable[plan.name] = str(error)
+        except BaseException:  # Ctrl-C too: no other server is to start, nor to be asked to the end
+            stop.set()
+            pool.shutdown(cancel_futures=True)
+            raise
+    arms = {arm.name: arm for future in served if not future.exception() for arm in future.result()}
+    return summarise(prompts.prompts, arms, unavailable)
 
 
 model_option = click.option(
@@ -368,7 +375,7 @@ def main() -> None:
 
 @main.command("prompts")
 @model_option
-@click.option("--out", required=True, type=click.Path(path_type=Path), help="JSON file to write.")
+@click.option("--out", required=True, type=click.Path(path_type=Path), callback=writable, help="JSON file to write.")
 def prompts_command(model: Path | None, out: Path) -> None:
     """Download texts, cut them into prompts in a model's tokens, and keep them in one file."""
     prompts = make(model or sample_model.fetch())
@@ -384,7 +391,7 @@ def prompts_command(model: Path | None, out: Path) -> None:
 @click.option("--count", type=click.IntRange(min=1), help="Use the first so many of the prompts only.")
 @click.option("--representation", "names", multiple=True, default=("int8",), show_default=True, help="Beside bf16.")
 @click.option("--at-once", default=1, show_default=True, type=click.IntRange(min=1), help="Servers side by side.")
-@click.option("--out", required=True, type=click.Path(path_type=Path), help="JSON file to write.")
+@click.option("--out", required=True, type=click.Path(path_type=Path), callback=writable, help="JSON file to write.")
 def run_command(
     model: Path | None, file: Path | None, count: int | None, names: tuple[str, ...], at_once: int, out: Path
 ) -> None:
@@ -393,12 +400,12 @@ def run_command(
     The exit status is 1 if nothing can be reported or a bar does not hold. On a GPU with room for them, --at-once 5
     runs all servers side by side.
     """
-    out.parent.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        registry.get(name)  # refuses an unknown name before anything takes time
     model = model or sample_model.fetch()
     prompts = Prompts.load(file) if file else make(model)
     prompts = evolve(prompts, prompts=prompts.prompts[:count])
-    for name in names:
-        registry.get(name)  # refuses an unknown name before anything takes time
+    prompts.require_ids_of(model)
     logs = Path(tempfile.mkdtemp(prefix="hiqcache-quality-"))
     found = run_all(prompts, model, names, at_once, logs)
     shutil.rmtree(logs)  # what failed keeps its logs

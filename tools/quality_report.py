@@ -8,6 +8,8 @@ import numpy as np
 from attrs import frozen
 from quality_texts import Prompt
 
+from hiqcache.plotting import save
+
 SMALLEST = 2.0**-24
 """The rest bucket is never taken for less likely: what float32 log-probabilities leave of it below is rounding."""
 RESAMPLES = 4000
@@ -290,6 +292,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
     left.set(yscale="log", xlabel="tokens of the prefix", ylabel="mean KL from exact KV, nats")
     left.legend()
     ratios = np.array([[100 * (edge - 1) for edge in arm["all"]["perplexity_ratio"]] for arm in arms.values()])
+    ratios = ratios.reshape(-1, 3)  # also where nothing differs from exact KV
     middle.errorbar(
         range(len(arms)), ratios[:, 0], np.abs(ratios[:, 1:].T - ratios[:, 0]), marker="o", capsize=4, linestyle="none"
     )
@@ -305,4 +308,4 @@ def plot(result: dict[str, Any], path: Path) -> None:
     right.set(ylabel="greedy answers as with exact KV, %")
     right.set(ylim=(0, 118))
     right.legend(loc="upper center", ncols=2)
-    figure.savefig(path)
+    save(figure, path)

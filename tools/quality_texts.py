@@ -12,7 +12,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from attrs import asdict, define, frozen
+from attrs import asdict, define, field, frozen
+from attrs.validators import in_, instance_of
 
 from hiqcache.geometry import HiqcacheError
 
@@ -81,9 +82,9 @@ class Prompt:
         tokens: ids of both.
     """
 
-    kind: str
-    origin: str
-    prefix_tokens: int
+    kind: str = field(validator=instance_of(str))
+    origin: str = field(validator=instance_of(str))
+    prefix_tokens: int = field(validator=instance_of(int))
     tokens: tuple[int, ...]
 
     @property
@@ -107,7 +108,7 @@ class Prompts:
     """
 
     tokenizer: str
-    shared_tokens: int
+    shared_tokens: int = field(validator=in_((0, 1)))
     prompts: tuple[Prompt, ...]
 
     def __attrs_post_init__(self) -> None:
@@ -124,12 +125,30 @@ class Prompts:
         if len({len(prompt.tokens) - prompt.prefix_tokens for prompt in self.prompts}) != 1:
             raise HiqcacheError("the continuations differ in length; all must have the same")
 
+    def require_ids_of(self, model: Path) -> None:
+        """
+        Raises:
+            HiqcacheError: there is no such model, or it has no such tokens.
+        """
+        try:
+            config = dict(json.loads((model / "config.json").read_text()))
+        except (OSError, TypeError, ValueError) as error:
+            raise HiqcacheError(f"{model} is no folder of a model (--model): {error}") from error
+        # Models of several modalities state it one level down.
+        parts = [part for part in (config, *config.values()) if isinstance(part, dict)]
+        sizes = [part["vocab_size"] for part in parts if isinstance(part.get("vocab_size"), int)]
+        ids = [token for prompt in self.prompts for token in prompt.tokens]
+        if min(ids) < 0 or (sizes and max(ids) >= max(sizes)):
+            raise HiqcacheError(
+                f"token ids from {min(ids)} to {max(ids)}, made with the tokenizer of {self.tokenizer}; {model} has "
+                f"{max(sizes, default='no')} tokens: make prompts for it with quality.py prompts --model {model}"
+            )
+
     @property
     def continuation_tokens(self) -> int:
         return len(self.prompts[0].tokens) - self.prompts[0].prefix_tokens
 
     def save(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(asdict(self), separators=(",", ":")) + "\n")
 
     @classmethod
@@ -142,9 +161,13 @@ class Prompts:
             data = json.loads(path.read_text())
             prompts = [Prompt(**{**prompt, "tokens": tuple(prompt["tokens"])}) for prompt in data.pop("prompts")]
             return cls(**data, prompts=tuple(prompts))
-        except (KeyError, TypeError, AttributeError, json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        except HiqcacheError as error:
+            raise HiqcacheError(f"{path}: {error}") from error
+        except (KeyError, TypeError, AttributeError, OSError, ValueError, RecursionError) as error:
+            reason = error if isinstance(error, OSError) else error.args[0]  # attrs has more to say, for programs
             raise HiqcacheError(
-                f"{path} holds no prompts ({error!r}); make them with: quality.py prompts --out FILE"
+                f"{path} holds no prompts ({type(error).__name__}: {reason}); make them with: "
+                "quality.py prompts --out FILE"
             ) from error
 
 
@@ -176,7 +199,10 @@ def make(model: Path) -> Prompts:
     """
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        raise HiqcacheError(f"{model} has no tokenizer (--model): {str(error).splitlines()[0]}") from error
     lead = tokenizer("")["input_ids"]
     if len(lead) > 1:
         raise HiqcacheError(

@@ -1,10 +1,36 @@
-"""Reading the result files that the tools write."""
+"""What the tools' command lines share: errors as sentences, and result files."""
 
 import json
+import os
 import pathlib
 from typing import Any
 
 import click
+
+from hiqcache.geometry import HiqcacheError
+
+
+class Commands(click.Group):
+    """An error meant for the reader is one message and exit status 1."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except HiqcacheError as error:
+            raise click.ClickException(str(error)) from error
+
+
+def writable(ctx: click.Context, param: click.Parameter, file: pathlib.Path | None) -> pathlib.Path | None:
+    """Callback of `--out FILE`: make its folder, and refuse, before any work, what cannot be written."""
+    if file is None:
+        return None
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise click.BadParameter(f"{str(file)!r}: cannot make its folder: {error.strerror}.") from error
+    if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise click.BadParameter(f"{str(file)!r} is a folder, or not writable.")
+    return file
 
 
 def read_result(file: pathlib.Path, *parts: str) -> dict[str, Any]:
@@ -15,7 +41,7 @@ def read_result(file: pathlib.Path, *parts: str) -> dict[str, Any]:
     """
     try:
         result = json.loads(file.read_text())
-    except (OSError, ValueError) as error:  # a UnicodeDecodeError is a ValueError
+    except (OSError, ValueError, RecursionError) as error:  # a UnicodeDecodeError is a ValueError
         raise click.ClickException(f"cannot read {file}: {error}") from error
     missing = [part for part in parts if not isinstance(result, dict) or part not in result]
     if missing:
