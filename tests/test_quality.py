@@ -164,6 +164,29 @@ def test_the_tables_of_the_page_are_those_of_the_results(report, file):
     assert [table for table in tables if table not in page] == []
 
 
+def test_the_sentences_of_the_page_are_those_of_the_results():
+    docs = Path(__file__).parents[1] / "docs"
+    page = " ".join((docs / "quality.md").read_text().split())
+    served, study = (
+        json.loads((docs / "results" / name).read_text())
+        for name in ("quality-smollm2-h200.json", "error-sources-smollm2.json")
+    )
+    kl = {name: np.array([entry["kl"] for entry in arm["prompts"]]) for name, arm in served["arms"].items()}
+
+    def ratio(name: str, other: str) -> list[float]:
+        return estimate(lambda chosen: kl[name][chosen].mean(-1) / kl[other][chosen].mean(-1), range(80))
+
+    assert "KL is {:.2f} times ({:.2f} to {:.2f}) that of computing".format(*ratio("int8", "recomputed")) in page
+    assert "changes {:.1f} times as much** ({:.1f} to {:.1f})".format(*ratio("fp8", "int8")) in page
+    assert [each["sha256"] for each in study["prompts"]] == [each["sha256"] for each in served["prompts"][:48]]
+    assert f"{1e4 * np.mean(study['variants']['int8']['kl_by_prompt']):.2f}e-4 nats, a sixth" in page
+    assert f"on the same prompts ({1e4 * kl['int8'][:48].mean():.2f}e-4)" in page
+    assert f"({served['arms']['int8 twice']['encoded_per_restored']:.3f} in the run below)" in page
+    files = {each["origin"].split(", ")[1] for each in served["prompts"]}
+    assert f"from {len(files)} files" in page
+    assert not any(entry["ended"] for arm in served["arms"].values() for entry in arm["prompts"] if "ended" in entry)
+
+
 # Prompts.
 
 
