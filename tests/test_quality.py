@@ -150,6 +150,11 @@ def test_report_and_plot(tmp_path):
     assert plot.exit_code == 0, plot.output
     assert "<svg" in (tmp_path / "result.svg").read_text()
 
+    result = a_result(some_prompts(), 0, None, {})  # nothing differs from exact KV
+    (tmp_path / "result.json").write_text(json.dumps(result))
+    plot = quality_command("plot", tmp_path / "result.json", "--out", tmp_path / "same.svg")
+    assert plot.exit_code == 0, plot.output
+
 
 @pytest.mark.parametrize(
     ("report", "file"),

@@ -58,3 +58,14 @@ def test_a_picture_of_no_known_kind_is_refused(tool: str, tmp_path: pathlib.Path
     answer = CliRunner().invoke(importlib.import_module(tool).main, arguments)
     assert answer.exit_code == 2
     assert "'plot.doc' does not end in" in answer.output
+
+
+@pytest.mark.parametrize("tool", ["quality", "error_sources"])
+def test_a_picture_without_matplotlib_is_a_sentence(tool: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("hiqcache.plotting.find_spec", lambda name: None)
+    file = tmp_path / "result.json"
+    file.write_text("{}")
+    arguments = ["plot", str(file), "--out", str(tmp_path / "plot.svg")]
+    answer = CliRunner().invoke(importlib.import_module(tool).main, arguments)
+    assert answer.exit_code == 1
+    assert answer.output.strip() == "Error: a plot needs matplotlib: pip install 'hiqcache[plot]'"

@@ -290,7 +290,8 @@ def plot(result: dict[str, Any], path: Path) -> None:
         shifted = np.array(lengths) * (1 + 0.015 * (index - len(arms) / 2))
         left.errorbar(shifted, values, np.stack([values - low, high - values]), marker="o", capsize=3, label=name)
     left.set(yscale="log", xlabel="tokens of the prefix", ylabel="mean KL from exact KV, nats")
-    left.legend()
+    if arms:
+        left.legend()
     ratios = np.array([[100 * (edge - 1) for edge in arm["all"]["perplexity_ratio"]] for arm in arms.values()])
     ratios = ratios.reshape(-1, 3)  # also where nothing differs from exact KV
     middle.errorbar(
