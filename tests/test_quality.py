@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -289,6 +290,16 @@ def test_too_few_prompts_are_refused():
         Run(some_prompts(2))
 
 
+def test_a_refused_run_leaves_nothing(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    some_prompts(4).save(tmp_path / "prompts.json")
+    arguments = ["run", "--model", tiny, "--prompts", tmp_path / "prompts.json", "--count", "1"]
+    result = quality_command(*arguments, "--out", tmp_path / "x.json")
+    assert result.exit_code == 1
+    assert "1 prompts of 72 tokens do not push one another out" in result.output
+    assert [path.name for path in tmp_path.iterdir()] == ["prompts.json"]
+
+
 def test_recomputed_cuts_prefixes_and_no_continuation():
     assert Run(some_prompts(continuation=24)).small_pieces == 24
     assert Run(some_prompts(continuation=4)).small_pieces == 16
@@ -427,7 +438,7 @@ def test_after_a_failure_no_other_server_is_asked_to_the_end(error, monkeypatch,
     monkeypatch.setattr(quality, "http", http)
     monkeypatch.setattr(Run, "plans", lambda self, names: plans_of(endless, fails, never))
     with pytest.raises(type(error)) as raised:
-        quality.run_all(some_prompts(), tmp_path, ["int8"], at_once=2, logs=tmp_path)
+        quality.run_all(Run(some_prompts()), tmp_path, ["int8"], at_once=2, logs=tmp_path)
     assert 0 < len(asked) < 500
     if isinstance(error, NotMeasured):
         assert str(raised.value).startswith("1: a prefix from elsewhere; its log is ")

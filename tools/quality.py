@@ -331,9 +331,9 @@ def serve(plan: Plan, model: Path, shared: int, log: Path, progress: Progress, s
     return arms
 
 
-def run_all(prompts: Prompts, model: Path, representations: Sequence[str], at_once: int, logs: Path) -> dict[str, Any]:
+def run_all(run: Run, model: Path, representations: Sequence[str], at_once: int, logs: Path) -> dict[str, Any]:
     """Serve every plan, some of them at a time; the part of the result that comes from the answers."""
-    run = Run(prompts)
+    prompts = run.prompts
     plans = list(run.plans(representations))
     columns = (TimeElapsedColumn(), BarColumn(bar_width=20), MofNCompleteColumn(), TextColumn("{task.description}"))
     unavailable = {} if run.enough_for_twice else {"twice": "too few prompts (--prompts, --count)"}
@@ -406,10 +406,10 @@ def run_command(
     prompts = Prompts.load(file) if file else make(model)
     prompts = evolve(prompts, prompts=prompts.prompts[:count])
     prompts.require_ids_of(model)
-    logs = Path(tempfile.mkdtemp(prefix="hiqcache-quality-"))
-    found = run_all(prompts, model, names, at_once, logs)
-    shutil.rmtree(logs)  # what failed keeps its logs
     run = Run(prompts)
+    logs = Path(tempfile.mkdtemp(prefix="hiqcache-quality-"))
+    found = run_all(run, model, names, at_once, logs)
+    shutil.rmtree(logs)  # what failed keeps its logs
     result = {
         "what": "answers of a model whose prefixes were restored from an encoded L2, against exact KV",
         **provenance("python tools/quality.py run"),
