@@ -3,6 +3,8 @@
 import contextlib
 import json
 import math
+import os
+import signal
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -442,6 +444,39 @@ def test_after_a_failure_no_other_server_is_asked_to_the_end(error, monkeypatch,
     assert 0 < len(asked) < 500
     if isinstance(error, NotMeasured):
         assert str(raised.value).startswith("1: a prefix from elsewhere; its log is ")
+
+
+def test_a_run_that_is_terminated_ends_its_servers(tiny, tmp_path, monkeypatch):
+    ended = []
+
+    @contextlib.contextmanager
+    def http(command, log, port, variables):
+        try:
+            yield quality.HttpServer("http://nowhere", 0)
+        finally:
+            ended.append(port)
+
+    def endless(client):
+        time.sleep(0.2)  # until the main thread waits for the answers
+        os.kill(os.getpid(), signal.SIGTERM)
+        for _ in range(1000):
+            client.asked()
+            time.sleep(0.02)
+        return []
+
+    monkeypatch.setattr(quality, "http", http)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(Run, "plans", lambda self, names: plans_of(endless))
+    some_prompts().save(tmp_path / "prompts.json")
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        arguments = ["run", "--model", tiny, "--prompts", tmp_path / "prompts.json", "--out", tmp_path / "x.json"]
+        result = quality_command(*arguments)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert "Aborted!" in result.output
+    assert len(ended) == 1
+    assert not (tmp_path / "x.json").exists()
 
 
 # For real.

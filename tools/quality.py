@@ -25,6 +25,7 @@ Logits are computed in float32 everywhere (--enable-fp32-lm-head), or their roun
 import json
 import re
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -339,11 +340,11 @@ def run_all(run: Run, model: Path, representations: Sequence[str], at_once: int,
     unavailable = {} if run.enough_for_twice else {"twice": "too few prompts (--prompts, --count)"}
     with Progress(*columns, console=Console(stderr=True)) as progress, ThreadPoolExecutor(at_once) as pool:
         stop = Event()
-        served = {
-            pool.submit(serve, plan, model, prompts.shared_tokens, logs / f"{plan.name}.log", progress, stop): plan
-            for plan in plans
-        }
         try:
+            served = {
+                pool.submit(serve, plan, model, prompts.shared_tokens, logs / f"{plan.name}.log", progress, stop): plan
+                for plan in plans
+            }
             for future in as_completed(served):
                 plan = served[future]
                 try:
@@ -408,6 +409,7 @@ def run_command(
     prompts.require_ids_of(model)
     run = Run(prompts)
     logs = Path(tempfile.mkdtemp(prefix="hiqcache-quality-"))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: servers are not left running
     found = run_all(run, model, names, at_once, logs)
     shutil.rmtree(logs)  # what failed keeps its logs
     result = {
