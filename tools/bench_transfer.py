@@ -21,6 +21,7 @@ from pathlib import Path
 import click
 import torch
 from attrs import asdict, define, frozen
+from results import writable
 from rich.console import Console
 from rich.table import Table
 from sglang.srt.mem_cache.l2_transfer import L2Transfer, L2TransferEngine
@@ -341,10 +342,10 @@ def shape_of(text: str) -> tuple[int, int]:
 @click.option("--page-size", "page_sizes", type=int, multiple=True, default=(64, 1), show_default=True)
 @click.option("--tokens", "sizes", type=int, multiple=True, default=(64, 512, 1024, 4096, 16384), show_default=True)
 @click.option("--repeats", default=15, show_default=True, help="Interleaved rounds of each setting.")
-@click.option("--out", type=click.Path(path_type=Path), help="JSON to write; the plot goes beside it as .png.")
+@click.option(
+    "--out", type=click.Path(path_type=Path), callback=writable, help="JSON to write; the plot goes beside it as .png."
+)
 def main(shape, layers, layouts, page_sizes, sizes, repeats, out: Path | None) -> None:
-    if out:
-        out.parent.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
     ceiling, samples, bytes_per_token = Ceiling(), [], {}
     for layout, page_size in itertools.product(layouts, page_sizes):

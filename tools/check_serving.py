@@ -24,7 +24,8 @@ import click
 import requests
 from attrs import asdict, evolve, frozen
 from counters import BACKUP_BYTES, BACKUP_TOKENS, L2_TOKENS, RESTORE_BYTES, RESTORE_TOKENS, metric
-from servers import launch, provenance
+from results import writable
+from servers import end_servers_on_sigterm, launch, provenance
 from serving import PROBE, environment, events, free_port, http, pip_install
 
 VOCABULARY = 4096
@@ -156,9 +157,10 @@ def checked(seen: list[dict[str, Any]], rank: int) -> dict[str, int]:
 
 
 @click.command(help=__doc__)
-@click.option("--out", required=True, type=click.Path(path_type=pathlib.Path), help="JSON file to write.")
+@click.option("--out", required=True, type=click.Path(path_type=pathlib.Path), callback=writable, help="JSON to write.")
 @click.option("--tp", type=click.Choice(["1", "2"]), default="1", show_default=True, help="GPUs, each with its ranks.")
 def main(out: pathlib.Path, tp: str) -> None:
+    end_servers_on_sigterm()
     cases = CASES[int(tp)]
     with tempfile.TemporaryDirectory() as directory:
         scratch = pathlib.Path(directory)
@@ -187,7 +189,6 @@ def main(out: pathlib.Path, tp: str) -> None:
         "same_answers_with_and_without_cuda_graphs": same_answers,
         "cases": found,
     }
-    out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(result, indent=1) + "\n")
     for case in found:
         click.echo(json.dumps(case))

@@ -44,7 +44,7 @@ from counters import (
     metric,
 )
 from results import read_result
-from servers import QWEN3_8B, launch, provenance, write_model
+from servers import QWEN3_8B, end_servers_on_sigterm, launch, provenance, write_model
 from serving import HttpServer, environment, free_port, http
 
 from hiqcache import registry, sample_model
@@ -587,6 +587,7 @@ def run(
     clock = Clock(limit)
     if not small and not torch.cuda.is_available():
         raise click.ClickException("no NVIDIA GPU here; allowed: --small, which runs on a CPU")
+    end_servers_on_sigterm()
     with tempfile.TemporaryDirectory() as directory:
         scratch = pathlib.Path(directory)
         weights: tuple[str, ...] = ()

@@ -25,7 +25,6 @@ Logits are computed in float32 everywhere (--enable-fp32-lm-head), or their roun
 import json
 import re
 import shutil
-import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -46,7 +45,7 @@ from quality_texts import Prompt, Prompts, make
 from results import Commands, read_result, writable
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from servers import launch, provenance
+from servers import end_servers_on_sigterm, launch, provenance
 from serving import START_SECONDS, HttpServer, environment, free_port, http
 
 from hiqcache import registry, sample_model
@@ -409,7 +408,7 @@ def run_command(
     prompts.require_ids_of(model)
     run = Run(prompts)
     logs = Path(tempfile.mkdtemp(prefix="hiqcache-quality-"))
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: servers are not left running
+    end_servers_on_sigterm()
     found = run_all(run, model, names, at_once, logs)
     shutil.rmtree(logs)  # what failed keeps its logs
     result = {

@@ -5,6 +5,7 @@ import importlib.util
 import json
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -34,6 +35,11 @@ QWEN3_8B = {
     "tie_word_embeddings": False,
     "hidden_act": "silu",
 }
+
+
+def end_servers_on_sigterm() -> None:
+    """Make SIGTERM what Ctrl-C is: contexts are left, and servers with them."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 def write_model(directory: pathlib.Path, config: dict[str, Any]) -> pathlib.Path:

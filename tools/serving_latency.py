@@ -34,9 +34,10 @@ import aiohttp
 import click
 import numpy as np
 from attrs import define, frozen
+from results import writable
 from rich.console import Console
 from rich.table import Table
-from servers import QWEN3_8B, launch, provenance, write_model
+from servers import QWEN3_8B, end_servers_on_sigterm, launch, provenance, write_model
 from serving import environment, free_port, http, sampling
 
 PAGE_SIZE = 64
@@ -305,11 +306,13 @@ def plot(result: dict[str, Any], path: pathlib.Path) -> None:
 
 
 @click.command(help=__doc__)
-@click.option("--out", required=True, type=click.Path(path_type=pathlib.Path), help="JSON file to write.")
-@click.option("--plot", "picture", type=click.Path(path_type=pathlib.Path), help="SVG or PNG file to write.")
+@click.option("--out", required=True, type=click.Path(path_type=pathlib.Path), callback=writable, help="JSON to write.")
+@click.option(
+    "--plot", "picture", type=click.Path(path_type=pathlib.Path), callback=writable, help="SVG or PNG to write."
+)
 @click.option("--repeats", default=3, show_default=True, help="Rounds of every measurement.")
 def main(out: pathlib.Path, picture: pathlib.Path | None, repeats: int) -> None:
-    out.parent.mkdir(parents=True, exist_ok=True)
+    end_servers_on_sigterm()
     began = time.monotonic()
 
     def progress(text: str) -> None:
