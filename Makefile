@@ -12,7 +12,7 @@ demo: env
 	@$(BIN)/python -m hiqcache demo
 
 test: lint
-	$(BIN)/python -m pytest --durations=20
+	$(BIN)/python -m pytest -n auto --dist loadgroup --no-loadscope-reorder --durations=20
 
 lint: env
 	$(BIN)/ruff check

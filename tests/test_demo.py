@@ -145,6 +145,7 @@ def test_sudden_end(interpreter, tmp_path, script):
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("sample model")  # to make it once
 @pytest.mark.timeout(1800)
 def test_real_demo():
     """int8 alone, to save a server: `bf16` and the same model are in test_serving.py."""

@@ -699,6 +699,7 @@ def int8_file(
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("dump")  # to start the HTTP server once
 def test_a_dump_of_a_server_opens_with_safetensors_alone(int8_file: pathlib.Path):
     with safetensors.safe_open(int8_file, framework="pt") as opened:
         payload, scales = opened.get_tensor("k.payload"), opened.get_tensor("k.scales")
@@ -714,6 +715,7 @@ def test_a_dump_of_a_server_opens_with_safetensors_alone(int8_file: pathlib.Path
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("dump")  # to start the HTTP server once
 def test_an_engines_dump_beside_it(
     tiny: pathlib.Path,
     prompts: list[list[int]],

@@ -231,6 +231,7 @@ def test_engine_bf16(tiny: pathlib.Path, prompts: list[list[int]], probing: path
     check_bytes(probing)
 
 
+@pytest.mark.xdist_group("sample model")  # to make it once
 def test_a_real_model(probing: pathlib.Path):
     """SmolLM2-135M on real text: bf16 restores generate the very tokens that the cold run did."""
     model = sample_model.fetch()
