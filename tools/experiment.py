@@ -484,9 +484,9 @@ class Result:
 
 
 def describe(server: Server) -> dict[str, Any]:
-    """A server, as result files have it."""
+    """A server, as result files have it: its command without this machine's folders."""
     return {
-        "command": shlex.join(server.command),
+        "command": shlex.join(pathlib.PurePath(word).name if word.startswith("/") else word for word in server.command),
         "l1_tokens": server.l1_tokens,
         "l2_tokens": server.l2_tokens,
         "bytes_per_token": server.bytes_per_token,
