@@ -60,12 +60,17 @@ def test_a_picture_of_no_known_kind_is_refused(tool: str, tmp_path: pathlib.Path
     assert "'plot.doc' does not end in" in answer.output
 
 
-@pytest.mark.parametrize("tool", ["quality", "error_sources"])
-def test_a_picture_without_matplotlib_is_a_sentence(tool: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    ("tool", "command", "option"),
+    [("quality", "plot", "--out"), ("error_sources", "plot", "--out"), ("experiment", "report", "--plot")],
+)
+def test_a_picture_without_matplotlib_is_a_sentence(
+    tool: str, command: str, option: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr("hiqcache.plotting.find_spec", lambda name: None)
     file = tmp_path / "result.json"
     file.write_text("{}")
-    arguments = ["plot", str(file), "--out", str(tmp_path / "plot.svg")]
+    arguments = [command, str(file), option, str(tmp_path / "plot.svg")]
     answer = CliRunner().invoke(importlib.import_module(tool).main, arguments)
-    assert answer.exit_code == 1
+    assert answer.exit_code == 1, answer.output
     assert answer.output.strip() == "Error: a plot needs matplotlib: pip install 'hiqcache[plot]'"

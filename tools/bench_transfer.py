@@ -35,6 +35,7 @@ from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 
 from hiqcache.arena import LAYOUTS, ArenaShape, HostArena
 from hiqcache.geometry import KVGeometry
+from hiqcache.plotting import save
 from hiqcache.registry import get
 from hiqcache.transfer import DeviceRows, EagerTransfer, Transfer, make_transfer
 
@@ -324,7 +325,7 @@ def plot(rows: Sequence[Row], bytes_per_token: dict[str, int], ceiling: dict[str
     for axis in axes[:, 0]:
         axis.set_ylabel("million tokens a second")
     axes[0][0].legend(fontsize="small")
-    figure.savefig(path, dpi=130)
+    save(figure, path)
 
 
 def shape_of(text: str) -> tuple[int, int]:

@@ -43,7 +43,7 @@ from counters import (
     RESTORE_TOKENS,
     metric,
 )
-from results import read_result
+from results import Commands, read_result
 from servers import QWEN3_8B, end_servers_on_sigterm, launch, provenance, write_model
 from serving import HttpServer, environment, free_port, http
 
@@ -546,7 +546,7 @@ def conduct(
         result.write()
 
 
-@click.group(help=__doc__)
+@click.group(cls=Commands, help=__doc__)
 def main() -> None:
     pass
 

@@ -6,6 +6,8 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from hiqcache.plotting import save
+
 Run = dict[str, Any]
 
 COLUMNS: tuple[tuple[str, Callable[[Run], float], str], ...] = (
@@ -148,4 +150,4 @@ def plot(data: dict[str, Any], path: pathlib.Path) -> None:
         else:
             axes.set(xlabel="reusable tokens; dotted: each L2")
             axes.legend()
-    figure.savefig(path)
+    save(figure, path)

@@ -40,6 +40,8 @@ from rich.table import Table
 from servers import QWEN3_8B, end_servers_on_sigterm, launch, provenance, write_model
 from serving import environment, free_port, http, sampling
 
+from hiqcache.plotting import save
+
 PAGE_SIZE = 64
 L1_TOKENS = 49152
 CONFIGURATIONS: dict[str, list[str]] = {
@@ -302,7 +304,7 @@ def plot(result: dict[str, Any], path: pathlib.Path) -> None:
     right.set_xticks(range(2), ["p50", "p99"])
     right.set(ylabel="inter-token latency, ms", title=f"{DECODING} decoding, {RATE:g} restores/s")
     left.legend()
-    figure.savefig(path)
+    save(figure, path)
 
 
 @click.command(help=__doc__)
