@@ -74,3 +74,9 @@ def test_a_picture_without_matplotlib_is_a_sentence(
     answer = CliRunner().invoke(importlib.import_module(tool).main, arguments)
     assert answer.exit_code == 1, answer.output
     assert answer.output.strip() == "Error: a plot needs matplotlib: pip install 'hiqcache[plot]'"
+
+
+def test_the_command_in_a_result_names_no_folder_of_the_machine(monkeypatch):
+    results = importlib.import_module("results")
+    monkeypatch.setattr("sys.argv", ["/home/somebody/tools/experiment.py", "run", "--out", "/home/somebody/out", "a b"])
+    assert results.command_line() == "python tools/experiment.py run --out out 'a b'"

@@ -136,8 +136,7 @@ def cuda_transfer(case: Case, road: str, monkeypatch: pytest.MonkeyPatch) -> Tra
     from hiqcache.transfer import cuda
     from hiqcache.transfer.movers import CopyEngineMover
 
-    for direction in ("BACKUP", "RESTORE"):
-        monkeypatch.setattr(cuda, f"SMALL_{direction}", 0)
+    monkeypatch.setattr(cuda, "SMALL", 0)
     monkeypatch.setattr(CopyEngineMover, "WANTED_RUN", WANTED_RUNS[road])
     transfer = make_transfer(case.representation, case.arena, case.rows)
     on_cpu = road != "kernel" and case.arena.shape.arrangement == "page_first"

@@ -3,8 +3,10 @@
     python tools/bench_transfer.py --out docs/results/transfer-h200.json
 
 Everything runs side by side in one process, interleaved and repeated, through SGLang's own `L2TransferEngine`: every
-layer's call, and an event when each layer is done. Each repetition moves other pages. The link's ceiling is measured
-between them with copies of 1 GiB. Needs an NVIDIA GPU and SGLang 0.5.23.
+layer's call, and an event when each layer is done. Each repetition moves other pages, anywhere in host memory
+(`shuffled`) or, long `page_first` pages, side by side there (`in order`), as a pool that is not fragmented gives them
+to a prompt; on the GPU they lie anywhere. The link's ceiling is measured between them with copies of 1 GiB. Needs an
+NVIDIA GPU and SGLang 0.5.23.
 """
 
 import itertools
@@ -21,7 +23,7 @@ from pathlib import Path
 import click
 import torch
 from attrs import asdict, define, frozen
-from results import writable
+from results import command_line, writable
 from rich.console import Console
 from rich.table import Table
 from sglang.srt.mem_cache.l2_transfer import L2Transfer, L2TransferEngine
@@ -50,6 +52,7 @@ class Setting:
 
     layout: str
     page_size: int
+    order: str
     tokens: int
 
 
@@ -153,21 +156,30 @@ class Bench:
         self._bf16.destroy()
         _cuda_host_unregister(self.arena.buffer)
 
-    def run(self, tokens: int, repeats: int) -> Iterator[Sample]:
+    @property
+    def orders(self) -> Sequence[str]:
+        """How the pages of a transfer may lie in host memory."""
+        matters = self.layout == "page_first" and self.geometry.page_size > 1
+        return ("in order", "shuffled") if matters else ("shuffled",)
+
+    def run(self, order: str, tokens: int, repeats: int) -> Iterator[Sample]:
         """Backups and restores of `tokens` by every contender, shuffled; the first `WARM_UPS` rounds are dropped."""
-        setting = Setting(self.layout, self.geometry.page_size, tokens)
+        setting = Setting(self.layout, self.geometry.page_size, order, tokens)
         turns = list(itertools.product(self.contenders, ("backup", "restore")))
-        order = random.Random(0)
+        dice = random.Random(0)
         for repeat in range(-WARM_UPS, repeats):
-            host, device = self._random_slots(tokens), self._random_slots(tokens).cuda()
-            order.shuffle(turns)  # so that nobody always follows the same other, whose code fills the caches
+            host, device = self._slots(tokens, order), self._slots(tokens, "shuffled").cuda()
+            dice.shuffle(turns)  # so that nobody always follows the same other, whose code fills the caches
             for contender, direction in turns:
                 milliseconds = self._time(contender, direction, host, device)
                 if repeat >= 0:
                     yield Sample(setting, contender.name, direction, *milliseconds)
 
-    def _random_slots(self, tokens: int) -> torch.Tensor:
-        pages = torch.randperm(self.slots // self.geometry.page_size)[: tokens // self.geometry.page_size]
+    def _slots(self, tokens: int, order: str) -> torch.Tensor:
+        everywhere, count = self.slots // self.geometry.page_size, tokens // self.geometry.page_size
+        pages = torch.randperm(everywhere)[:count]
+        if order == "in order":
+            pages = torch.arange(count) + torch.randint(everywhere - count + 1, ())
         return (pages[:, None] * self.geometry.page_size + torch.arange(self.geometry.page_size)).flatten()
 
     def _time(
@@ -269,14 +281,14 @@ def summarise(samples: Sequence[Sample], bytes_per_token: dict[str, int], ceilin
 def table(rows: Sequence[Row], ceiling: dict[str, float]) -> Table:
     links = ", ".join(f"{direction} {rate:.1f} GB/s" for direction, rate in ceiling.items())
     result = Table(title=f"Transfers between L1 and L2; link ceiling: {links}")
-    for heading in ("layout", "page", "tokens", "direction", "path"):
+    for heading in ("layout", "page", "pages", "tokens", "direction", "path"):
         result.add_column(heading)
     for heading in ("Mtok/s", "GB/s", "of ceiling", "first layer ms", "last layer ms", "host ms", "x BF16", "range"):
         result.add_column(heading, justify="right")
     previous = None
     for row in rows:
         setting = row.setting
-        group = (setting.layout, str(setting.page_size), str(setting.tokens), row.direction)
+        group = (setting.layout, str(setting.page_size), setting.order, str(setting.tokens), row.direction)
         result.add_row(
             *(group if group != previous else [""] * len(group)),
             row.contender,
@@ -298,12 +310,13 @@ def plot(rows: Sequence[Row], bytes_per_token: dict[str, int], ceiling: dict[str
     from matplotlib import pyplot as plt
 
     places = sorted(
-        {(row.setting.layout, row.setting.page_size) for row in rows}, key=lambda p: (p[0] != "page_first", p)
+        {(row.setting.layout, row.setting.page_size, row.setting.order) for row in rows},
+        key=lambda p: (p[0] != "page_first", p),
     )
     figure, axes = plt.subplots(
         2, len(places), figsize=(4 * len(places), 6.4), sharex=True, sharey=True, squeeze=False, layout="constrained"
     )
-    for (line, direction), (column, (layout, page_size)) in itertools.product(
+    for (line, direction), (column, (layout, page_size, order)) in itertools.product(
         enumerate(("restore", "backup")), enumerate(places)
     ):
         axis = axes[line][column]
@@ -312,13 +325,13 @@ def plot(rows: Sequence[Row], bytes_per_token: dict[str, int], ceiling: dict[str
                 (row.setting.tokens, row.tokens_per_s / 1e6)
                 for row in rows
                 if (row.direction, row.contender) == (direction, contender)
-                and (row.setting.layout, row.setting.page_size) == (layout, page_size)
+                and (row.setting.layout, row.setting.page_size, row.setting.order) == (layout, page_size, order)
             ]
             axis.plot(*zip(*sorted(points), strict=True), marker="o", color=f"C{number}", label=contender)
             if not contender.endswith("PyTorch"):
                 limit = ceiling[direction] * 1e3 / bytes_per_token[contender]
                 axis.axhline(limit, linestyle="--", linewidth=1, color=f"C{number}")
-        axis.set(title=f"{direction}, {layout}, page size {page_size}", xscale="log", ylim=(0, None))
+        axis.set(title=f"{direction}, {layout}, page size {page_size}, {order}", xscale="log", ylim=(0, None))
         axis.grid(alpha=0.3)
     for axis in axes[1]:
         axis.set_xlabel("tokens in the transfer")
@@ -355,19 +368,20 @@ def main(shape, layers, layouts, page_sizes, sizes, repeats, out: Path | None) -
         )
         bench = Bench(geometry, layout, slots=2 * max(sizes))
         bytes_per_token = {contender.name: contender.bytes_per_token for contender in bench.contenders}
-        for tokens in sizes:
-            ceiling.measure()
-            samples += bench.run(tokens, repeats)
+        for order in bench.orders:
+            for tokens in sizes:
+                ceiling.measure()
+                samples += bench.run(order, tokens, repeats)
         bench.close()
         del bench
         torch.cuda.empty_cache()
     limits = {direction: statistics.median(rates) for direction, rates in ceiling.gb_per_s.items()}
     rows = summarise(samples, bytes_per_token, limits)
-    Console(width=None if sys.stdout.isatty() else 150).print(table(rows, limits))
+    Console(width=None if sys.stdout.isatty() else 160).print(table(rows, limits))
     if out:
         versions = {name: version(name) for name in ("hiqcache", "torch", "triton", "sglang")}
         record = {
-            "command": " ".join(["python", *(out.name if word == str(out) else word for word in sys.argv)]),
+            "command": command_line(),
             "gpu": torch.cuda.get_device_name(),
             "cuda": torch.version.cuda,
             "python": platform.python_version(),

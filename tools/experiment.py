@@ -43,7 +43,7 @@ from counters import (
     RESTORE_TOKENS,
     metric,
 )
-from results import Commands, read_result
+from results import Commands, command_line, read_result
 from servers import QWEN3_8B, end_servers_on_sigterm, launch, provenance, write_model
 from serving import HttpServer, environment, free_port, http
 
@@ -618,7 +618,7 @@ def run(
                 part = [server for server in servers if server.configuration in experiment.configurations]
                 data = {
                     "experiment": experiment.name,
-                    **provenance(shlex.join(["python", "tools/experiment.py", *sys.argv[1:]])),
+                    **provenance(command_line()),
                     "model": "Qwen3-8B's shape, random weights" if weights else model.name,
                     "page_size": PAGE_SIZE,
                     "servers": {server.name: describe(server) for server in part},

@@ -125,6 +125,7 @@ def capacity_table(data: dict[str, Any]) -> str:
 def plot(data: dict[str, Any], path: pathlib.Path) -> None:
     """Bars with ranges for each configuration or, where the working set was varied, lines over it."""
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
     sets = compared(data)
     names = list(next(iter(sets.values())))
@@ -149,5 +150,7 @@ def plot(data: dict[str, Any], path: pathlib.Path) -> None:
             axes.set_xticks(range(len(names)), names, rotation=30)
         else:
             axes.set(xlabel="reusable tokens; dotted: each L2")
+            axes.xaxis.set_major_locator(MaxNLocator(5))
+            axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
             axes.legend()
     save(figure, path)

@@ -3,6 +3,8 @@
 import json
 import os
 import pathlib
+import shlex
+import sys
 from typing import Any
 
 import click
@@ -18,6 +20,12 @@ class Commands(click.Group):
             return super().invoke(ctx)
         except HiqcacheError as error:
             raise click.ClickException(str(error)) from error
+
+
+def command_line() -> str:
+    """The command that runs, without the folders of the machine that it runs on."""
+    words = [pathlib.Path(word).name if os.path.isabs(word) else word for word in sys.argv[1:]]
+    return shlex.join(["python", f"tools/{pathlib.Path(sys.argv[0]).name}", *words])
 
 
 def writable(ctx: click.Context, param: click.Parameter, file: pathlib.Path | None) -> pathlib.Path | None:

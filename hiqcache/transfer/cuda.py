@@ -30,9 +30,9 @@ from hiqcache.transfer.movers import CopyEngineMover, KernelMover, Mover
 BACKUP_STAGING, RESTORE_STAGING = 32 << 20, 96 << 20
 """Bytes of staging for each direction, where the caller brings none. More of it means fewer chunks and so less of the
 host's time, for which the request behind a restore waits and the one behind a backup does not."""
-SMALL_BACKUP, SMALL_RESTORE = 64 << 20, 32 << 20
+SMALL = 64 << 20
 """Encoded bytes up to which a transfer is moved by the kernel, one launch of which costs the host less than a batch of
-copies does. Backups have more chunks, and each batch of copies costs anew."""
+copies does: the host's time is what limits small transfers."""
 FIRST_BYTES = 8 << 20
 """Encoded bytes that a transfer begins with, or more where few layers at a time would starve the link."""
 GROWTH = 2
@@ -130,7 +130,7 @@ class CudaTransfer(Transfer):
         return torch.empty(wanted, dtype=torch.uint8, device=self._device)
 
     def backup(self, host_indices: torch.Tensor, device_indices: torch.Tensor) -> None:
-        mover = self._mover_for(host_indices, SMALL_BACKUP)
+        mover = self._mover_for(host_indices)
         pages, slots = mover.locate(host_indices), device_indices.reshape(-1, self._page_size)
         lane, current = self._backup_lane, torch.cuda.current_stream(self._device)
         step = min(self._layers, lane.capacity // self._layer_bytes)
@@ -177,13 +177,13 @@ class CudaTransfer(Transfer):
 
     def _begin_restore(self, host_indices: torch.Tensor, device_indices: torch.Tensor) -> "_Restore":
         slots = device_indices.reshape(-1, self._page_size)
-        groups = self._groups(len(slots), self._mover_for(host_indices, SMALL_RESTORE))
+        groups = self._groups(len(slots), self._mover_for(host_indices))
         pages = {mover: mover.locate(host_indices) for mover in {mover for mover, _ in groups.values()}}
         return _Restore(pages, slots, groups)
 
-    def _mover_for(self, host_indices: torch.Tensor, small: int) -> Mover:
+    def _mover_for(self, host_indices: torch.Tensor) -> Mover:
         encoded = len(host_indices) // self._page_size * self._layers * self._layer_bytes
-        return self._kernel_mover if host_indices.is_cuda or encoded <= small else self._mover
+        return self._kernel_mover if host_indices.is_cuda or encoded <= SMALL else self._mover
 
     def _groups(self, pages: int, mover: Mover) -> dict[int, tuple[Mover, range]]:
         """The layers to restore at a time, by the first of them, and what moves them: `mover` where its runs are long.
