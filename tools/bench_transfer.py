@@ -55,6 +55,11 @@ class Setting:
     order: str
     tokens: int
 
+    @property
+    def place(self) -> tuple[str, int, str]:
+        """What transfers of all sizes have in common."""
+        return self.layout, self.page_size, self.order
+
 
 @frozen
 class Sample:
@@ -309,29 +314,23 @@ def plot(rows: Sequence[Row], bytes_per_token: dict[str, int], ceiling: dict[str
     """Tokens a second over the size of the transfer; dashed: the link's ceiling at each path's bytes a token."""
     from matplotlib import pyplot as plt
 
-    places = sorted(
-        {(row.setting.layout, row.setting.page_size, row.setting.order) for row in rows},
-        key=lambda p: (p[0] != "page_first", p),
-    )
+    places = sorted({row.setting.place for row in rows}, key=lambda place: (place[0] != "page_first", place))
     figure, axes = plt.subplots(
         2, len(places), figsize=(4 * len(places), 6.4), sharex=True, sharey=True, squeeze=False, layout="constrained"
     )
-    for (line, direction), (column, (layout, page_size, order)) in itertools.product(
-        enumerate(("restore", "backup")), enumerate(places)
-    ):
+    for (line, direction), (column, place) in itertools.product(enumerate(("restore", "backup")), enumerate(places)):
         axis = axes[line][column]
         for number, contender in enumerate(bytes_per_token):
             points = [
                 (row.setting.tokens, row.tokens_per_s / 1e6)
                 for row in rows
-                if (row.direction, row.contender) == (direction, contender)
-                and (row.setting.layout, row.setting.page_size, row.setting.order) == (layout, page_size, order)
+                if (row.direction, row.contender, row.setting.place) == (direction, contender, place)
             ]
             axis.plot(*zip(*sorted(points), strict=True), marker="o", color=f"C{number}", label=contender)
             if not contender.endswith("PyTorch"):
                 limit = ceiling[direction] * 1e3 / bytes_per_token[contender]
                 axis.axhline(limit, linestyle="--", linewidth=1, color=f"C{number}")
-        axis.set(title=f"{direction}, {layout}, page size {page_size}, {order}", xscale="log", ylim=(0, None))
+        axis.set(title="{}, {}, page size {}, {}".format(direction, *place), xscale="log", ylim=(0, None))
         axis.grid(alpha=0.3)
     for axis in axes[1]:
         axis.set_xlabel("tokens in the transfer")

@@ -43,7 +43,7 @@ from counters import (
     RESTORE_TOKENS,
     metric,
 )
-from results import Commands, command_line, read_result
+from results import Commands, command_line, read_result, without_folders
 from servers import QWEN3_8B, end_servers_on_sigterm, launch, provenance, write_model
 from serving import HttpServer, environment, free_port, http
 
@@ -486,7 +486,7 @@ class Result:
 def describe(server: Server) -> dict[str, Any]:
     """A server, as result files have it: its command without this machine's folders."""
     return {
-        "command": shlex.join(pathlib.PurePath(word).name if word.startswith("/") else word for word in server.command),
+        "command": without_folders(server.command),
         "l1_tokens": server.l1_tokens,
         "l2_tokens": server.l2_tokens,
         "bytes_per_token": server.bytes_per_token,

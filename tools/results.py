@@ -5,6 +5,7 @@ import os
 import pathlib
 import shlex
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import click
@@ -22,10 +23,14 @@ class Commands(click.Group):
             raise click.ClickException(str(error)) from error
 
 
+def without_folders(command: Sequence[str]) -> str:
+    """A command as result files have it: absolute paths by their last part, no folder of the machine that it ran on."""
+    return shlex.join(pathlib.Path(word).name if os.path.isabs(word) else word for word in command)
+
+
 def command_line() -> str:
-    """The command that runs, without the folders of the machine that it runs on."""
-    words = [pathlib.Path(word).name if os.path.isabs(word) else word for word in sys.argv[1:]]
-    return shlex.join(["python", f"tools/{pathlib.Path(sys.argv[0]).name}", *words])
+    """The command that runs, as result files have it."""
+    return without_folders(["python", f"tools/{pathlib.Path(sys.argv[0]).name}", *sys.argv[1:]])
 
 
 def writable(ctx: click.Context, param: click.Parameter, file: pathlib.Path | None) -> pathlib.Path | None:
