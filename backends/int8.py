@@ -6,18 +6,25 @@ import torch
 
 from hiqcache.geometry import KVGeometry, Part, Violation
 from hiqcache.registry import register
-from hiqcache.representation import BlockLayout, HostRepresentation, Tiles
+from hiqcache.representation import BlockLayout, HostRepresentation, Tiles, padded_bytes
 
 ALIGN = 128
-"""Bytes: SGLang's register-based mover takes rows that are a multiple of this."""
+"""Bytes: the GPU kernels move whole lines of this size."""
+PAGE_SIZES = [2**power for power in range(11)]
+"""Looked through for one that a refused geometry could have; the larger, the less padding a token has."""
 SMALLEST_ABSMAX = 2.0**-112
 """A head is never scaled finer than this, so that `q * s` is a normal float32 number on every device."""
 LARGEST_BF16 = torch.finfo(torch.bfloat16).max
 
 
+def bytes_per_token(tokens: int, heads: int, dim: int) -> int:
+    """Bytes of a token in a block of `tokens`, its share of the padding included."""
+    return padded_bytes(tokens * heads * (dim + 2), tokens, ALIGN) // tokens
+
+
 @register
 class Int8(HostRepresentation):
-    """Record format: `heads * dim` INT8, one BF16 scale per head, zero padding up to a multiple of 128 bytes.
+    """Block format: INT8 of all tokens and heads, one BF16 scale for each of them, zeros up to a multiple of 128 bytes.
 
     Per head: `s = bf16(max(max|x|, 2**-112) / 127)`, `q = clamp(round_half_even(x / s), -127, 127)` with the quotient
     in float32 by the stored scale, `x^ = bf16(q * s)`, saturated to the largest finite BF16.
@@ -27,33 +34,39 @@ class Int8(HostRepresentation):
     """
 
     name = "int8"
-    format_tag = "int8-head-v1"
-    summary = "symmetric INT8, one BF16 scale per head and token, records padded to 128 bytes"
+    format_tag = "int8-head-v2"
+    older_tags = ("int8-head-v1",)  # which had padding in other places, and no dump has padding
+    summary = "symmetric INT8, one BF16 scale per head and token, blocks padded to 128 bytes"
 
     @classmethod
     def requirements(cls, geometry: KVGeometry) -> Iterator[Violation]:
         yield from super().requirements(geometry)
+        tokens, heads = geometry.page_size, geometry.heads
         for dim in sorted({geometry.head_dim, geometry.v_head_dim}):
-            values = geometry.heads * dim
-            record_bytes = -(-(values + 2 * geometry.heads) // ALIGN) * ALIGN
-            if values % 2:
+            seen = f"{heads} local KV heads x {dim}"
+            if (values := tokens * heads * dim) % 2:
                 yield Violation(
-                    rule="INT8 values before the BF16 scales of a record",
-                    seen=f"{geometry.heads} local KV heads x {dim} = {values}",
+                    rule="INT8 values before the BF16 scales of a block",
+                    seen=f"{tokens} tokens x {seen} = {values}",
                     allowed="an even number",
-                    flag="--tp-size",
+                    flag="--page-size (an even one)",
                 )
-            if record_bytes >= 2 * values:
+            if (taken := bytes_per_token(tokens, heads, dim)) >= (bf16 := 2 * heads * dim):
+                would_do = next((size for size in PAGE_SIZES if bytes_per_token(size, heads, dim) < bf16), None)
+                large = max(64, would_do or 0)
                 yield Violation(
-                    rule="bytes of one token's record in one layer",
-                    seen=f"{record_bytes} ({geometry.heads} local KV heads x {dim} at TP={geometry.tp_size}, padded)",
-                    allowed=f"fewer than BF16's {2 * values}, or nothing is saved at any page size",
-                    flag="--tp-size (a smaller one leaves more KV heads on each rank)",
+                    rule="bytes of one token in one layer of K or V",
+                    seen=f"{taken} ({seen} at TP={geometry.tp_size}, page size {tokens}, padded)",
+                    allowed=f"fewer than BF16's {bf16}",
+                    flag=f"--page-size ({would_do} or a larger power of two; {large} would take "
+                    f"{bytes_per_token(large, heads, dim)})"
+                    if would_do
+                    else "the model (its heads are too narrow for a scale each)",
                 )
 
     def block_layout(self, part: Part) -> BlockLayout:
         heads, dim = self.geometry.heads, self.geometry.dim(part)
-        return BlockLayout.records(
+        return BlockLayout.arrays(
             self.geometry.page_size, ALIGN, payload=(torch.int8, (heads, dim)), scales=(torch.bfloat16, (heads,))
         )
 

@@ -1,7 +1,9 @@
 """The one host buffer of encoded blocks, and the address of every block in it.
 
-layer_first    [part][layer][page] of blocks
-page_first     [part][page][layer] of blocks: a page of one part is one contiguous run of bytes
+The K and V blocks of one page and layer lie side by side: a *cell*.
+
+layer_first    [layer][page] of cells
+page_first     [page][layer] of cells: a page is one run of bytes, and may have a trailer behind it
 """
 
 from collections.abc import Mapping
@@ -9,7 +11,7 @@ from collections.abc import Mapping
 import torch
 from attrs import frozen
 
-from hiqcache.geometry import Part
+from hiqcache.geometry import HiqcacheError, Part
 from hiqcache.representation import BlockLayout, HostRepresentation
 
 LAYOUTS = ("layer_first", "page_first")
@@ -25,54 +27,70 @@ class ArenaShape:
         layers: layers of each page.
         pages: pages of each layer.
         arrangement: `layer_first` or `page_first`.
+        trailer_bytes: bytes behind each `page_first` page that belong to no block.
+
+    Raises:
+        ValueError: there is no such arrangement, or a trailer where pages are no runs.
+        HiqcacheError: a block would start where its sections cannot be viewed as their element types.
     """
 
     layouts: Mapping[Part, BlockLayout]
     layers: int
     pages: int
     arrangement: str
+    trailer_bytes: int = 0
 
     def __attrs_post_init__(self) -> None:
         if self.arrangement not in LAYOUTS:
             raise ValueError(f"arena arrangement {self.arrangement!r}; allowed: {', '.join(LAYOUTS)}")
+        if self.trailer_bytes < 0 or (self.trailer_bytes and self.arrangement != "page_first"):
+            raise ValueError(f"a trailer of {self.trailer_bytes} bytes in a {self.arrangement} arena; allowed: 0")
+        for part, layout in self.layouts.items():
+            steps = (self.part_offset(part), self.layer_stride, self.page_stride)
+            for section in layout.sections:
+                if any(step % section.dtype.itemsize for step in steps):
+                    raise HiqcacheError(
+                        f"{part.name} blocks lie {steps[0]} bytes into cells {self.cell_bytes} bytes apart, which are "
+                        f"not whole {section.dtype} elements of section {section.name!r}; pad the blocks"
+                    )
 
     @classmethod
     def of(cls, representation: HostRepresentation, pages: int, arrangement: str) -> "ArenaShape":
         """The arena that holds `pages` pages of `representation`'s geometry."""
         return cls(representation.layouts, representation.geometry.layers, pages, arrangement)
 
-    def part_bytes(self, part: Part) -> int:
-        """Bytes of all blocks of `part`."""
-        return self.layers * self.pages * self.layouts[part].block_bytes
+    @property
+    def cell_bytes(self) -> int:
+        """Bytes of one page in one layer, K and V."""
+        return sum(layout.block_bytes for layout in self.layouts.values())
 
-    def part_offset(self, part: Part) -> int:
-        """Byte at which the blocks of `part` start."""
-        return 0 if part is Part.K else self.part_bytes(Part.K)
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page, all layers, K and V; in `page_first` they are one run."""
+        return self.layers * self.cell_bytes
 
     @property
     def total_bytes(self) -> int:
         """Bytes of the whole arena."""
-        return sum(self.part_bytes(part) for part in Part)
+        return self.pages * (self.page_bytes + self.trailer_bytes)
 
-    def layer_stride(self, part: Part) -> int:
-        """Bytes between the blocks of one page in neighbouring layers."""
-        block_bytes = self.layouts[part].block_bytes
-        return block_bytes * self.pages if self.arrangement == "layer_first" else block_bytes
+    def part_offset(self, part: Part) -> int:
+        """Byte of a cell at which the block of `part` starts."""
+        return 0 if part is Part.K else self.layouts[Part.K].block_bytes
 
-    def page_stride(self, part: Part) -> int:
-        """Bytes between the blocks of one layer in neighbouring pages."""
-        block_bytes = self.layouts[part].block_bytes
-        return block_bytes if self.arrangement == "layer_first" else block_bytes * self.layers
+    @property
+    def layer_stride(self) -> int:
+        """Bytes between the cells of one page in neighbouring layers."""
+        return self.cell_bytes * self.pages if self.arrangement == "layer_first" else self.cell_bytes
+
+    @property
+    def page_stride(self) -> int:
+        """Bytes between the cells of one layer in neighbouring pages."""
+        return self.cell_bytes if self.arrangement == "layer_first" else self.page_bytes + self.trailer_bytes
 
     def offset(self, part: Part, layer: int, page: int) -> int:
         """Byte of the arena at which a block starts."""
-        return self.part_offset(part) + layer * self.layer_stride(part) + page * self.page_stride(part)
-
-    @property
-    def page_run_bytes(self) -> int | None:
-        """Bytes of the run that a `page_first` page of one part is; None where pages are no equal, contiguous runs."""
-        runs = {self.page_stride(part) for part in Part}
-        return runs.pop() if self.arrangement == "page_first" and len(runs) == 1 else None
+        return self.part_offset(part) + layer * self.layer_stride + page * self.page_stride
 
 
 class HostArena:
@@ -100,7 +118,7 @@ class HostArena:
         shape = self.shape
         return self.buffer.as_strided(
             (shape.layers, shape.pages, shape.layouts[part].block_bytes),
-            (shape.layer_stride(part), shape.page_stride(part), 1),
+            (shape.layer_stride, shape.page_stride, 1),
             self.buffer.storage_offset() + shape.part_offset(part),
         )
 

@@ -51,6 +51,12 @@ class Section:
         return offsets + self.offset
 
 
+def padded_bytes(used: int, tokens: int, align: int) -> int:
+    """Bytes of a block that needs `used` of them: a multiple of `align` that divides evenly among its tokens."""
+    step = math.lcm(align, tokens)
+    return -(-used // step) * step
+
+
 @frozen
 class BlockLayout:
     """The sections of a block; together they cover each of its bytes exactly once.
@@ -96,6 +102,31 @@ class BlockLayout:
             placed.append(Section(name, dtype, (tokens, *shape), offset, (record_bytes, *inner)))
             offset += dtype.itemsize * math.prod(shape)
         return cls(tokens * record_bytes, placed)
+
+    @classmethod
+    def arrays(cls, tokens: int, align: int = 1, /, **sections: tuple[torch.dtype, tuple[int, ...]]) -> "BlockLayout":
+        """A block that holds each of `sections` of all its tokens as one array, one array after the other.
+
+        The block is padded with a `padding` section, once and not for each token, to `padded_bytes`.
+
+        Args:
+            tokens: tokens in the block (the page size).
+            align: the block's bytes are a multiple of this.
+            sections: name -> (dtype, shape for one token).
+        """
+        offset, placed = 0, []
+
+        def place(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+            nonlocal offset
+            strides = [dtype.itemsize * math.prod(shape[axis:]) for axis in range(len(shape) + 1)]
+            placed.append(Section(name, dtype, (tokens, *shape), offset, tuple(strides)))
+            offset += tokens * strides[0]
+
+        for name, (dtype, shape) in sections.items():
+            place(name, dtype, shape)
+        if padding := padded_bytes(offset, tokens, align) - offset:
+            place("padding", torch.uint8, (padding // tokens,))
+        return cls(offset, placed)
 
     def __getitem__(self, name: str) -> Section:
         for section in self.sections:
@@ -160,6 +191,8 @@ class HostRepresentation(abc.ABC):
     """What `--hicache-representation` takes."""
     format_tag: ClassVar[str]
     """Names the byte format; changes whenever the same values would give other bytes."""
+    older_tags: ClassVar[tuple[str, ...]] = ()
+    """Tags of earlier formats whose sections have the names, shapes and meaning of today's: their dumps can be read."""
     summary: ClassVar[str]
     """One line for `hiqcache list`."""
 

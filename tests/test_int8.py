@@ -1,5 +1,6 @@
 """int8 against an exact quantiser, written here from the format's definition and not from the code."""
 
+import itertools
 import math
 from fractions import Fraction
 
@@ -51,12 +52,13 @@ def dequantise(q: np.ndarray, scale: np.ndarray) -> np.ndarray:
     return np.clip(nearest(q * scale[..., None]), -LARGEST_VALUE, LARGEST_VALUE)
 
 
-def record(q: np.ndarray, scale_bits: np.ndarray) -> np.ndarray:
-    """The bytes of records: `[..., heads, dim]` INT8 values, one BF16 per head, zeros up to a multiple of 128."""
-    payload = q.reshape(*q.shape[:-2], -1).view(np.uint8)
+def block(q: np.ndarray, scale_bits: np.ndarray) -> np.ndarray:
+    """The bytes of blocks: `[blocks, page_size, heads, dim]` INT8 values of all tokens, then one BF16 for each head of
+    each token, then zeros up to a multiple of 128 and of the page size."""
+    payload = q.reshape(len(q), -1).view(np.uint8)
     scales = np.stack([scale_bits & 0xFF, scale_bits >> 8], axis=-1).astype(np.uint8)
-    used = np.concatenate([payload, scales.reshape(*payload.shape[:-1], -1)], axis=-1)
-    return np.pad(used, [(0, 0)] * (used.ndim - 1) + [(0, -used.shape[-1] % 128)])
+    used = np.concatenate([payload, scales.reshape(len(q), -1)], axis=-1)
+    return np.pad(used, [(0, 0), (0, -used.shape[-1] % math.lcm(128, q.shape[1]))])
 
 
 def test_the_quantiser_of_this_test_is_exact():
@@ -107,32 +109,82 @@ def random_bits(*shape: int, seed: int = 0) -> np.ndarray:
     return bits | rng.integers(0, 2, shape, dtype=np.uint16) << 15
 
 
-@pytest.mark.parametrize("page_size", [1, 16, 64])
-@pytest.mark.parametrize(
-    ("heads", "dim", "record_bytes"), [(8, 128, 1152), (4, 128, 640), (2, 128, 384), (3, 64, 256), (5, 80, 512)]
-)
-def test_bytes_and_decoded_values_are_those_of_the_exact_quantiser(heads, dim, record_bytes, page_size):
+def check_bytes_and_values(heads: int, dim: int, page_size: int) -> Int8:
+    """Bytes and decoded values of random blocks are those of the exact quantiser."""
     int8 = Int8(KVGeometry(layers=2, heads=heads, head_dim=dim, v_head_dim=dim, page_size=page_size))
     bits = random_bits(5, page_size, heads, dim)
     q, scale = quantise(bits)
     for part in Part:
         blocks = encode(int8, bits, part)
-        assert blocks.shape == (5, page_size * record_bytes)
-        assert np.array_equal(blocks.numpy().reshape(5, page_size, -1), record(q, bits_of(scale)))
+        assert np.array_equal(blocks.numpy(), block(q, bits_of(scale)))
         assert np.array_equal(value(decode(int8, blocks, part)), dequantise(q, scale))
-    assert int8.bytes_per_token() == 2 * 2 * record_bytes
+    return int8
 
 
-def test_bytes_per_token_of_qwen3_8b():
-    for page_size in (1, 16, 64):
-        assert Int8(evolve(QWEN3_8B, page_size=page_size)).bytes_per_token() == 82_944
+@pytest.mark.parametrize(
+    ("heads", "dim", "page_size", "block_bytes"),
+    [
+        (8, 128, 1, 1152),
+        (8, 128, 16, 16 * 1040),
+        (8, 128, 64, 64 * 1040),
+        (8, 128, 3, 3 * 1152),  # 3,120 bytes: a multiple of 128 and of 3 tokens is 3,456
+        (4, 128, 1, 640),
+        (2, 128, 4, 4 * 288),  # 4 x 260 = 1,040, padded to 1,152
+        (1, 128, 64, 64 * 130),
+        (1, 128, 2, 2 * 192),
+        (3, 64, 1, 256),
+        (3, 64, 16, 16 * 200),  # 16 x 198 = 3,168, padded to 3,200
+        (5, 80, 64, 64 * 410),
+        (9, 96, 128, 128 * 882),
+    ],
+)
+def test_bytes_and_decoded_values_are_those_of_the_exact_quantiser(heads, dim, page_size, block_bytes):
+    int8 = check_bytes_and_values(heads, dim, page_size)
+    assert int8.layouts[Part.K].block_bytes == block_bytes
+    assert int8.bytes_per_token() == 2 * 2 * block_bytes / page_size
 
 
-@pytest.mark.parametrize("page_size", [1, 16, 64])
-def test_one_head_of_128_saves_nothing_and_is_refused(page_size):
-    geometry = KVGeometry(layers=36, heads=1, head_dim=128, v_head_dim=128, page_size=page_size, tp_size=8)
-    with pytest.raises(UnsupportedGeometry, match=r"256 \(1 local .* TP=8, padded\).*fewer than BF16's 256.*--tp-size"):
+SWEEP = list(itertools.product((1, 2, 3, 5, 8, 9), (64, 80, 96, 128, 256), [2**power for power in range(8)]))
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(("heads", "dim", "page_size"), SWEEP)
+def test_every_geometry_is_that_of_the_exact_quantiser_or_refused(heads, dim, page_size):
+    used = page_size * heads * (dim + 2)
+    if -(-used // 128) * 128 < page_size * heads * dim * 2:
+        check_bytes_and_values(heads, dim, page_size)
+    else:
+        with pytest.raises(UnsupportedGeometry, match="fewer than BF16's"):
+            Int8(KVGeometry(layers=1, heads=heads, head_dim=dim, v_head_dim=dim, page_size=page_size))
+
+
+@pytest.mark.parametrize(("page_size", "bytes_per_token"), [(1, 82_944), (16, 74_880), (64, 74_880), (128, 74_880)])
+def test_bytes_per_token_of_qwen3_8b(page_size, bytes_per_token):
+    assert Int8(evolve(QWEN3_8B, page_size=page_size)).bytes_per_token() == bytes_per_token
+
+
+def test_bytes_per_token_of_llama_3_70b_on_eight_gpus():
+    geometry = KVGeometry(layers=80, heads=1, head_dim=128, v_head_dim=128, page_size=64)
+    assert Int8(geometry).bytes_per_token() == 20_800
+    assert geometry.device_bytes_per_token == 40_960
+
+
+def test_one_head_of_128_at_page_size_1_is_refused_and_told_of_a_page_size_that_would_do():
+    geometry = KVGeometry(layers=36, heads=1, head_dim=128, v_head_dim=128, page_size=1, tp_size=8)
+    words = (
+        r"saw 256 \(1 local KV heads x 128 at TP=8, page size 1, padded\); allowed: fewer than BF16's 256; "
+        r"changed by --page-size \(2 or a larger power of two; 64 would take 130\)"
+    )
+    with pytest.raises(UnsupportedGeometry, match=words):
         Int8(geometry)
+    assert Int8(evolve(geometry, page_size=2)).bytes_per_token() == 36 * 2 * 192
+    with pytest.raises(UnsupportedGeometry, match="page size 3"):  # which pads each token to 256 bytes too
+        Int8(evolve(geometry, page_size=3))
+
+
+def test_heads_too_narrow_for_a_scale_are_refused_at_any_page_size():
+    with pytest.raises(UnsupportedGeometry, match="changed by the model"):
+        Int8(KVGeometry(layers=1, heads=64, head_dim=2, v_head_dim=2, page_size=64))
 
 
 @pytest.mark.parametrize(("heads", "dim", "holds"), [(1, 64, False), (2, 64, False), (1, 128, False), (1, 130, True)])
@@ -142,13 +194,14 @@ def test_a_geometry_is_held_exactly_where_it_saves_bytes(heads, dim, holds):
     if holds:
         assert Int8(geometry).bytes_per_token() == 2 * 256 < geometry.device_bytes_per_token
     else:
-        with pytest.raises(UnsupportedGeometry, match="nothing is saved"):
+        with pytest.raises(UnsupportedGeometry, match="fewer than BF16's"):
             Int8(geometry)
 
 
-def test_scales_that_would_be_unaligned_are_refused():
-    with pytest.raises(UnsupportedGeometry, match=r"3 local KV heads x 129 = 387.*an even number"):
+def test_scales_that_would_be_unaligned_are_refused_and_an_even_page_size_aligns_them():
+    with pytest.raises(UnsupportedGeometry, match=r"1 tokens x 3 local KV heads x 129 = 387.*an even.*--page-size"):
         Int8(KVGeometry(layers=1, heads=3, head_dim=129, v_head_dim=129, page_size=1))
+    check_bytes_and_values(3, 129, 2)
 
 
 def bound_of(scale: np.ndarray, decoded: np.ndarray) -> np.ndarray:
@@ -170,7 +223,7 @@ def test_every_absmax_is_exact_bounded_finite_and_stable():
 
     blocks = encode(int8, bits)
     q, scale = quantise(bits)
-    assert np.array_equal(blocks.numpy()[:, None], record(q, bits_of(scale)))
+    assert np.array_equal(blocks.numpy(), block(q, bits_of(scale)))
     assert set(np.unique(q)) == set(range(-127, 128))
 
     decoded = decode(int8, blocks)

@@ -8,7 +8,7 @@ import torch
 
 from hiqcache.arena import ArenaShape, HostArena
 from hiqcache.backends.bf16 import Bf16
-from hiqcache.geometry import KVGeometry, Part
+from hiqcache.geometry import HiqcacheError, KVGeometry, Part
 from hiqcache.representation import BlockLayout, Section
 
 U8, I8, BF16, F32 = torch.uint8, torch.int8, torch.bfloat16, torch.float32
@@ -29,6 +29,37 @@ def test_records_are_padded_to_the_alignment_and_no_further(used, record_bytes):
     layout = BlockLayout.records(3, 128, payload=(I8, (used,)))
     assert layout.block_bytes == 3 * record_bytes
     assert ("padding" in layout) == (used != record_bytes)
+
+
+def test_arrays_lie_one_after_the_other_and_the_block_is_padded_once():
+    # 3 tokens: 2x3 INT8 each in 0-17, 2 BF16 each in 18-29, padding to the next multiple of 16 and of 3: 48.
+    layout = BlockLayout.arrays(3, 16, payload=(I8, (2, 3)), scales=(BF16, (2,)))
+    assert layout.block_bytes == 48
+    assert layout["payload"].byte_offsets().tolist() == [*range(18)]
+    assert layout["scales"].byte_offsets().tolist() == [*range(18, 30)]
+    assert layout["padding"].byte_offsets().tolist() == [*range(30, 48)]
+    assert (layout["payload"].shape, layout["payload"].strides) == ((3, 2, 3), (6, 3, 1))
+    assert (layout["scales"].shape, layout["scales"].strides) == ((3, 2), (4, 2))
+    assert layout["padding"].shape == (3, 6), "each token has its share"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "used", "block_bytes"),
+    [(1, 1040, 1152), (2, 1040, 2176), (4, 1040, 4224), (8, 1040, 8320), (64, 1040, 66_560), (64, 130, 8320),
+     (3, 128, 384), (3, 129, 768), (48, 8, 384), (256, 1, 256)],
+)  # fmt: skip
+def test_arrays_are_padded_to_the_alignment_and_to_whole_bytes_a_token(tokens, used, block_bytes):
+    layout = BlockLayout.arrays(tokens, 128, payload=(I8, (used,)))
+    assert layout.block_bytes == block_bytes
+    assert ("padding" in layout) == (block_bytes > tokens * used)
+
+
+def test_arrays_of_one_token_are_a_record():
+    sections = {"payload": (I8, (8, 128)), "scales": (BF16, (8,))}
+    array, record = BlockLayout.arrays(1, 128, **sections), BlockLayout.records(1, 128, **sections)
+    assert array.block_bytes == record.block_bytes == 1152
+    for name in ("payload", "scales", "padding"):
+        assert torch.equal(array[name].byte_offsets(), record[name].byte_offsets())
 
 
 def test_a_view_reads_what_lies_at_its_offsets_and_shares_memory():
@@ -104,33 +135,36 @@ LAYOUTS = {
 LAYERS, PAGES = 3, 5
 
 
-def addresses(arrangement: str) -> dict[tuple[Part, int, int], int]:
-    """Where each block must start, found by laying them down one after the other."""
-    order = itertools.product(range(LAYERS), range(PAGES))
+def addresses(arrangement: str, trailer: int = 0) -> dict[tuple[Part, int, int], int]:
+    """Where each block must start, found by laying them down one after the other, K and V of a cell side by side."""
+    cells = itertools.product(range(LAYERS), range(PAGES))
     if arrangement == "page_first":
-        order = ((layer, page) for page, layer in itertools.product(range(PAGES), range(LAYERS)))
-    order, found, address = list(order), {}, 0
-    for part in (Part.K, Part.V):
-        for layer, page in order:
+        cells = ((layer, page) for page, layer in itertools.product(range(PAGES), range(LAYERS)))
+    found, address = {}, 0
+    for layer, page in cells:
+        for part in (Part.K, Part.V):
             found[part, layer, page] = address
             address += LAYOUTS[part].block_bytes
+        if arrangement == "page_first" and layer == LAYERS - 1:
+            address += trailer
     return found
 
 
-@pytest.mark.parametrize("arrangement", ["layer_first", "page_first"])
-def test_every_block_has_its_address(arrangement):
-    shape = ArenaShape(LAYOUTS, LAYERS, PAGES, arrangement)
-    assert shape.total_bytes == LAYERS * PAGES * (16 + 8)
+@pytest.mark.parametrize(("arrangement", "trailer"), [("layer_first", 0), ("page_first", 0), ("page_first", 64)])
+def test_every_block_has_its_address(arrangement, trailer):
+    shape = ArenaShape(LAYOUTS, LAYERS, PAGES, arrangement, trailer)
+    assert shape.total_bytes == PAGES * (LAYERS * (16 + 8) + trailer)
     # Away from the start of its storage, as a buffer carved out of a larger allocation is.
     buffer = torch.zeros(shape.total_bytes + 64, dtype=U8)[64:]
     arena = HostArena(shape, buffer)
-    for value, ((part, layer, page), start) in enumerate(addresses(arrangement).items(), 1):
+    for value, ((part, layer, page), start) in enumerate(addresses(arrangement, trailer).items(), 1):
         end = start + LAYOUTS[part].block_bytes
         assert shape.offset(part, layer, page) == start
         assert not buffer[start:end].any()
         arena.blocks(part)[layer, page] = value
         assert (buffer[start:end] == value).all()
         assert int((buffer == value).sum()) == end - start
+    assert int((buffer == 0).sum()) == PAGES * trailer
 
 
 @pytest.mark.parametrize("arrangement", ["layer_first", "page_first"])
@@ -142,12 +176,25 @@ def test_sections_of_the_arena_share_its_memory(arrangement):
     assert arena.buffer.nonzero().flatten().tolist() == [start + 4 + 2 + 1]
 
 
-def test_a_page_first_page_of_one_part_is_one_run():
-    blocks = BlockLayout.records(1, payload=(I8, (6,)))
-    equal = {Part.K: blocks, Part.V: blocks}
-    assert ArenaShape(equal, LAYERS, PAGES, "page_first").page_run_bytes == LAYERS * 6
-    assert ArenaShape(equal, LAYERS, PAGES, "layer_first").page_run_bytes is None
-    assert ArenaShape(LAYOUTS, LAYERS, PAGES, "page_first").page_run_bytes is None
+def test_a_page_is_one_run_and_its_stride_may_be_longer():
+    shape = ArenaShape(LAYOUTS, LAYERS, PAGES, "page_first", 64)
+    assert (shape.cell_bytes, shape.page_bytes, shape.page_stride) == (24, 72, 136)
+    assert [shape.offset(part, 0, 1) for part in Part] == [136, 136 + 16]
+
+
+@pytest.mark.parametrize(("arrangement", "trailer"), [("layer_first", 64), ("page_first", -64)])
+def test_a_trailer_that_has_no_place_is_refused(arrangement, trailer):
+    with pytest.raises(ValueError, match=f"trailer of {trailer} bytes in a {arrangement} arena; allowed: 0"):
+        ArenaShape(LAYOUTS, LAYERS, PAGES, arrangement, trailer)
+
+
+@pytest.mark.parametrize(
+    ("v", "trailer"), [(BlockLayout.records(1, payload=(I8, (3,))), 0), (BlockLayout.records(1, payload=(I8, (4,))), 1)]
+)
+def test_blocks_that_would_lie_unaligned_in_the_arena_are_refused(v, trailer):
+    layouts = {Part.K: BlockLayout.records(1, payload=(BF16, (2,))), Part.V: v}
+    with pytest.raises(HiqcacheError, match="K blocks .* not whole torch.bfloat16 elements of section 'payload'"):
+        ArenaShape(layouts, LAYERS, PAGES, "page_first", trailer)
 
 
 def test_an_unknown_arrangement_lists_the_known_ones():

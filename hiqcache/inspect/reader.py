@@ -118,10 +118,10 @@ class Dump:
         metadata = self.metadata
         try:
             cls = registry.get(metadata.representation)
-            if cls.format_tag != metadata.format_tag:
+            if metadata.format_tag not in (readable := (cls.format_tag, *cls.older_tags)):
                 raise DumpError(
                     f"it holds format {metadata.format_tag!r} of representation {metadata.representation!r}, and the "
-                    f"installed one reads {cls.format_tag!r}"
+                    f"installed one reads {', '.join(map(repr, readable))}"
                 )
             representation = cls(metadata.geometry)
         except HiqcacheError as error:

@@ -86,7 +86,7 @@ class RepresentationHostPool(MHATokenToKVPoolHost):
             pin_memory=self.pin_memory,
             allocator=self.allocator,  # type: ignore[arg-type]  # SGLang's table mixes two signatures
             # Large buffers are registered in pieces, and one copy must not span two.
-            registration_granularity_bytes=shape.page_run_bytes,
+            registration_granularity_bytes=shape.page_stride,
         )
         self.arena = HostArena(shape, buffer)
         return buffer
