@@ -48,7 +48,7 @@ def command(tmp_path, monkeypatch):
 def test_list():
     table = rows(hiqcache("list"))
     assert table["bf16"][0] == "bf16-v1"
-    assert table["int8"][0] == "int8-head-v1"
+    assert table["int8"][0] == "int8-head-v2"
     assert len(table["int8"]) > 5, "a summary belongs to it"
 
 
@@ -110,15 +110,15 @@ def test_capacity_of_a_config_as_json(tmp_path):
         "dtype": "bfloat16",
         "tp_size": 2,
     }
-    # 36 layers x 2 parts x 640 bytes; 8e9 / 46080 = 173,611 tokens, 2,712 whole pages of 64 and one more.
+    # 36 layers x 2 parts x 520 bytes; 8e9 / 37440 = 213,675 tokens, 3,338 whole pages of 64 and one more.
     int8 = document["representations"]["int8"]
     assert int8 == {
-        "bytes_per_token": 46_080,
+        "bytes_per_token": 37_440,
         "bf16_bytes_per_token": 73_728,
-        "tokens": 173_632,
-        "host_bytes": 8_000_962_560,
-        "gain": 1.6,
-        "saving": 0.375,
+        "tokens": 213_696,
+        "host_bytes": 8_000_778_240,
+        "gain": 73_728 / 37_440,
+        "saving": 1 - 37_440 / 73_728,
     }
 
 
@@ -128,7 +128,7 @@ def test_capacity_shows_a_refusal_in_its_place():
     table = rows(result)
     assert table["bf16"][0] == "18,432"
     assert table["int8"][:4] == ["-", "-", "-", "refused:"]
-    assert "saw 256 (1 local KV heads x 128 at TP=8, padded)" in result.stdout
+    assert "saw 256 (1 local KV heads x 128 at TP=8, page size 1, padded)" in result.stdout
     document = json.loads(hiqcache("capacity", *QWEN3_8B, *GB8, "--tp-size", "8", "--json").stdout)
     assert "fewer than BF16's 256" in document["representations"]["int8"]["refused"][0]
 

@@ -198,7 +198,7 @@ def test_json(machine, tmp_path):
     assert checks["SGLang"] == {"status": "ok", "found": "0.5.23, tested", "what_to_do": ""}
     assert checks["host memory"]["status"] == "failed"  # 8 x 40 GB
     assert checks["int8"]["status"] == "warning"
-    assert "saw 256 (1 local KV heads x 128 at TP=8, padded)" in checks["int8"]["found"]
+    assert "saw 256 (1 local KV heads x 128 at TP=8, page size 1, padded)" in checks["int8"]["found"]
     assert checks["bf16"]["status"] == "ok"
 
 

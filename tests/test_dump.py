@@ -709,7 +709,7 @@ def test_a_dump_of_a_server_opens_with_safetensors_alone(int8_file: pathlib.Path
     assert list(scales.shape) == shape
     assert payload.dtype == torch.int8
     assert (payload.abs().amax(-1) == 127).all()
-    assert text["hiqcache.format_tag"] == "int8-head-v1"
+    assert text["hiqcache.format_tag"] == "int8-head-v2"
     assert text["sglang.version"] == "0.5.23"
     assert text["hiqcache.pool_pages"] == "57"
 

@@ -758,7 +758,7 @@ def test_a_file_that_is_not_there(tmp_path: pathlib.Path):
 
 def test_the_tables(int8: pathlib.Path, bf16: pathlib.Path):
     lines = run(int8).stdout.splitlines()
-    assert "int8 (int8-head-v1)" in lines[0]
+    assert "int8 (int8-head-v2)" in lines[0]
     assert lines[1] == "TP rank 0 of 1: 2 layers, 3 local KV heads x 64; 5 of 12 pages of 4, 20 tokens"
     rows = [line.split() for line in lines if line[:2] in ("K ", "V ")]
     assert [row[:2] for row in rows] == [["K", "0"], ["K", "1"], ["V", "0"], ["V", "1"]]

@@ -193,7 +193,7 @@ def test_a_trailer_that_has_no_place_is_refused(arrangement, trailer):
 )
 def test_blocks_that_would_lie_unaligned_in_the_arena_are_refused(v, trailer):
     layouts = {Part.K: BlockLayout.records(1, payload=(BF16, (2,))), Part.V: v}
-    with pytest.raises(HiqcacheError, match="K blocks .* not whole torch.bfloat16 elements of section 'payload'"):
+    with pytest.raises(HiqcacheError, match=r"K blocks .* not whole torch\.bfloat16 elements of section 'payload'"):
         ArenaShape(layouts, LAYERS, PAGES, "page_first", trailer)
 
 

@@ -140,7 +140,7 @@ def test_series_are_made_by_the_classes_that_sglang_was_given(monkeypatch: pytes
 
     report = Report(
         representation="int8",
-        format_tag="int8-head-v1",
+        format_tag="int8-head-v2",
         bytes_per_token=82_944,
         device_bytes_per_token=147_456,
         tokens=96_451,
@@ -158,7 +158,7 @@ def test_series_are_made_by_the_classes_that_sglang_was_given(monkeypatch: pytes
     assert made["hiqcache:staging_bytes"].values == {("m", 3): 134_217_728}
     assert {series.mode for name, series in made.items() if not name.endswith("_total")} == {"mostrecent"}
     ((info, one),) = made["hiqcache:representation_info"].values.items()
-    assert (info[:4], one) == (("m", 3, "int8", "int8-head-v1"), 1)
+    assert (info[:4], one) == (("m", 3, "int8", "int8-head-v2"), 1)
 
     times = iter([0.0, 2.0, 5.0, 5.5])
     monkeypatch.setattr(clock, "perf_counter", lambda: next(times))

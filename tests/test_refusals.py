@@ -303,8 +303,7 @@ def on_meta(info: MHABufferInfo) -> MHABufferInfo:
 
 
 REFUSED_POOLS = [
-    (lambda: buffer_info(head_num=1, head_dim=128), {"tp_size": 8}, r"256 \(1 local KV heads x 128 at TP=8.*--tp-size"),
-    (lambda: buffer_info(head_num=1), {}, r"128 \(1 local KV heads x 64.*fewer than BF16's 128"),
+    (lambda: buffer_info(head_num=1, head_dim=32), {"tp_size": 8}, r"64 \(1 local KV heads x 32 at TP=8.*-size \(8 or"),
     (lambda: buffer_info(dtype=torch.float16), {}, "saw float16; allowed: bfloat16; changed by --kv-cache-dtype"),
     (lambda: buffer_info(dtype=torch.float8_e4m3fn), {}, "saw uint8; allowed: bfloat16"),
     (lambda: buffer_info(v_head_dim=32), {}, "saw 64 and 32; allowed: the same width"),
@@ -461,7 +460,7 @@ def test_the_launcher_demands_a_report_from_every_scheduler():
         proof.verify(asked, [{proof.KEY: [report, None]}])
     with pytest.raises(Refused, match="0 of 0 schedulers reported"):
         proof.verify(asked, [])
-    with pytest.raises(Refused, match=r"serves representation and format \('bf16', 'int8-head-v1'\)"):
+    with pytest.raises(Refused, match=r"serves representation and format \('bf16', 'int8-head-v2'\)"):
         proof.verify(asked, [{proof.KEY: [report | {"representation": "bf16"}]}])
     with pytest.raises(Refused, match="another-tag"):
         proof.verify(asked, [{proof.KEY: [report | {"format_tag": "another-tag"}]}])
@@ -508,7 +507,7 @@ def test_automatic_size_counts_encoded_bytes():
             encoded = hicache_auto_size._estimate_hicache_bytes(params, None)
     finally:
         plugin._building.reset(token)
-    assert encoded == (1024 + 4) * 2 * 2 * 256
+    assert encoded == (1024 + 4) * 2 * 2 * 224  # 4 tokens x 198 bytes, padded to 896
 
 
 def test_representation_without_a_whole_number_of_bytes_per_token():

@@ -21,7 +21,7 @@ def test_our_own():
 
 
 def test_format_tags_are_part_of_the_format():
-    assert (Bf16.format_tag, Int8.format_tag) == ("bf16-v1", "int8-head-v1")
+    assert (Bf16.format_tag, Int8.format_tag) == ("bf16-v1", "int8-head-v2")
 
 
 def test_an_unknown_name_lists_the_known_ones(site):

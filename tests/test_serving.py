@@ -171,8 +171,9 @@ def check_metrics(server: HttpServer) -> None:
         return [s.value for s in samples if s.name == name and s.labels.items() >= labels.items()]
 
     rank = {"tp_rank": "0", "engine_type": "unified"}
-    assert values("hiqcache:representation_info", representation="int8", format_tag="int8-head-v1", **rank) == [1]
-    assert values("hiqcache:bytes_per_token", **rank) == [256 * 2 * tiny_model.LAYERS]
+    assert values("hiqcache:representation_info", representation="int8", format_tag="int8-head-v2", **rank) == [1]
+    # Pages of 16 tokens x (3 heads x 64 INT8 + 3 scales) = 3,168 bytes, padded to 3,200; K and V.
+    assert values("hiqcache:bytes_per_token", **rank) == [200 * 2 * tiny_model.LAYERS]
     assert values("hiqcache:bf16_bytes_per_token", **rank) == [3 * 64 * 2 * 2 * tiny_model.LAYERS]
     assert values("hiqcache:host_tokens", **rank) == values("sglang:hicache_host_total_tokens", **rank)
     assert values("hiqcache:staging_bytes", **rank) == [report["staging_bytes"]]

@@ -16,23 +16,59 @@ from hiqcache.arena import LAYOUTS, HostArena
 from hiqcache.geometry import KVGeometry, Part
 from hiqcache.registry import get
 from hiqcache.representation import HostRepresentation
-from hiqcache.transfer import DeviceRows, EagerTransfer, Transfer, clock, make_transfer
+from hiqcache.transfer import DeviceRows, EagerTransfer, Transfer, chunks, clock, make_transfer
 
 TESTS = Path(__file__).parent
-ROADS = ("copy engine", "kernel", "eager")
-WANTED_RUNS = {"copy engine": 1, "kernel": 1 << 40, "both": 2 * 16 * 1152}
-"""Road -> the run from which the copy engine is taken; "both": by 16-token pages' restores after their first layer."""
+PATHS = ("copy engine", "kernel", "eager")
+WANTED_RUNS = {"copy engine": 1, "kernel": 1 << 40, "both": 2 * 2 * 16 * 1040}
+"""Path -> the run from which the copy engine is taken; "both": by 16-token pages' restores after their first layer."""
 
 
-def test_kernels_agree_with_the_reference_codec_in_tritons_interpreter():
+def run_interpreter(*words: str) -> None:
     result = subprocess.run(
-        [sys.executable, TESTS / "interpreted_kernels.py"],
+        [sys.executable, TESTS / "interpreted_kernels.py", *words],
         env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
     )
     assert result.returncode == 0, result.stderr
     assert "agree" in result.stdout
+
+
+def test_kernels_agree_with_the_reference_codec_in_tritons_interpreter():
+    run_interpreter()
+
+
+@pytest.mark.sweep
+def test_kernels_agree_in_every_geometry_in_tritons_interpreter():
+    run_interpreter("sweep")
+
+
+@pytest.mark.parametrize("layers", [1, 2, 5, 36, 80])
+@pytest.mark.parametrize("layer_bytes", [1, 1 << 20, 8_519_680, 1 << 30])
+@pytest.mark.parametrize(("fewest", "most"), [(1, 1000), (2, 1000), (1, 3), (1, 1)])
+def test_groups_cover_each_layer_once_and_in_order(layers, layer_bytes, fewest, most):
+    groups = chunks.layer_groups(layers, layer_bytes, fewest, most)
+    assert [layer for group in groups for layer in group] == list(range(layers))
+    assert all(1 <= len(group) <= most for group in groups)
+    assert len(groups[0]) >= min(fewest, most, layers)
+
+
+def test_groups_of_qwen3_8b():
+    # 64 tokens x 2,080 bytes a page and layer: 12 MiB are more than 1 layer of 4,096 tokens, and than 11 of 512.
+    assert [len(group) for group in chunks.layer_groups(36, 64 * 133_120, 1, 1000)] == [2, 24, 10]
+    assert [len(group) for group in chunks.layer_groups(36, 8 * 133_120, 1, 1000)] == [12, 24], "small: fewer groups"
+    assert [len(group) for group in chunks.layer_groups(36, 512 * 133_120, 1, 1000)] == [1, 24, 11]
+
+
+@pytest.mark.parametrize("spans", [chunks.even_spans, chunks.growing_spans])
+@pytest.mark.parametrize("pages", [0, 1, 2, 7, 64, 1000])
+@pytest.mark.parametrize("limit", [1, 10 << 20, 40 << 20, 1 << 40])
+def test_spans_cover_each_page_once_within_the_limit(spans, pages, limit):
+    page_bytes = 5 << 20
+    found = list(spans(pages, page_bytes, limit))
+    assert [page for span in found for page in range(span.start, span.stop)] == list(range(pages))
+    assert all(1 <= span.stop - span.start <= max(1, limit // page_bytes) for span in found)
 
 
 def test_importing_hiqcache_does_not_import_triton():
@@ -47,7 +83,7 @@ def test_without_a_gpu_the_transfer_is_the_pytorch_one():
 
 
 @pytest.mark.parametrize("to_host", [True, False])
-def test_the_copy_engine_is_given_one_run_for_each_page_and_part(to_host, monkeypatch):
+def test_the_copy_engine_is_given_one_run_for_each_page(to_host, monkeypatch):
     from hiqcache.transfer import movers
 
     given = []
@@ -57,22 +93,21 @@ def test_the_copy_engine_is_given_one_run_for_each_page_and_part(to_host, monkey
             self.to_host = to_host
 
         def copy(self, copies, stream):
-            given.append((copies, stream, self.to_host))
+            given.append((copies.copy(), stream, self.to_host))
 
     monkeypatch.setattr(movers, "CopyEngine", Recorder)
     case = Case.build("int8", "page_first", (8, 128), 4, device="cpu")
-    mover = movers.CopyEngineMover(case.arena, 4, torch.device("cuda"))
+    mover = movers.CopyEngineMover(case.arena, 4, torch.device("cuda"), to_host)
     staging, shape, stream = torch.empty(1 << 20, dtype=torch.uint8), case.arena.shape, Mock()
-    mover.move(mover.locate(case.host)[1:4], range(2, 5), to_host, staging, stream)
+    mover.locate(case.host)
+    mover.move(slice(1, 4), range(2, 5), staging, stream)
 
     [(copies, on, direction)] = given
     far, near, size = copies if to_host else copies[[1, 0, 2]]
-    run, pages = 3 * 4 * 1152, case.host[4:16:4] // 4
-    expected = {
-        (case.arena.buffer.data_ptr() + shape.offset(part, 2, page), staging.data_ptr() + place * run, run)
-        for place, (part, page) in enumerate(itertools.product(Part, pages.tolist()))
-    }
-    assert set(zip(far.tolist(), near.tolist(), size.tolist(), strict=True)) == expected
+    run, pages = 3 * 2 * 4224, case.host[4:16:4] // 4  # 3 layers of K and V; 4 x 1,040 bytes are padded to 4,224
+    assert far.tolist() == [case.arena.buffer.data_ptr() + shape.offset(Part.K, 2, page) for page in pages.tolist()]
+    assert near.tolist() == [staging.data_ptr() + place * run for place in range(3)]
+    assert size.tolist() == [run] * 3
     assert (on, direction) == (stream, to_host)
 
 
@@ -129,34 +164,42 @@ class Case:
                 assert transfers.same_bits(self.rows.of(part)[layer], expected.of(part)[layer])
 
 
-def cuda_transfer(case: Case, road: str, monkeypatch: pytest.MonkeyPatch) -> Transfer:
-    """A transfer made to take one road, whatever the sizes."""
-    if road == "eager":
+def cuda_transfer(case: Case, path: str, monkeypatch: pytest.MonkeyPatch) -> Transfer:
+    """A transfer made to take one path, whatever the sizes."""
+    if path == "eager":
         return EagerTransfer(case.representation, case.arena, case.rows)
     from hiqcache.transfer import cuda
     from hiqcache.transfer.movers import CopyEngineMover
 
-    monkeypatch.setattr(cuda, "SMALL", 0)
-    monkeypatch.setattr(CopyEngineMover, "WANTED_RUN", WANTED_RUNS[road])
+    monkeypatch.setattr(cuda, "SMALL_BACKUP", 0)
+    monkeypatch.setattr(cuda, "SMALL_RESTORE", 0)
+    monkeypatch.setattr(chunks, "FIRST_GROUP", 1)
+    monkeypatch.setattr(CopyEngineMover, "WANTED_RUN", WANTED_RUNS[path])
     transfer = make_transfer(case.representation, case.arena, case.rows)
-    on_cpu = road != "kernel" and case.arena.shape.arrangement == "page_first"
-    assert transfer.host_indices_device.type == ("cpu" if on_cpu else "cuda")
+    assert transfer.host_indices_device.type == "cpu"
+    assert isinstance(transfer, cuda.CudaTransfer)
+    by_copies = path != "kernel" and case.arena.shape.arrangement == "page_first"
+    assert (transfer._restore_lane.copies is not None) == by_copies
     return transfer
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("road", ROADS)
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("arrangement", LAYOUTS)
 @pytest.mark.parametrize(
     ("name", "shape", "page_size"),
     [
         *itertools.product(["int8"], transfers.SHAPES, [1, 64]),
+        ("int8", (1, 128), 64),
+        ("int8", (1, 128), 2),
+        ("int8", (5, 80), 8),
+        ("int8", (9, 96), 128),
         *[(name, (3, 64), page_size) for name, page_size in (("int8", 16), ("bf16", 1), ("bf16", 64))],
     ],
 )
-def test_bytes_and_rows_are_those_of_the_reference_codec(name, shape, page_size, arrangement, road, monkeypatch):
+def test_bytes_and_rows_are_those_of_the_reference_codec(name, shape, page_size, arrangement, path, monkeypatch):
     case = Case.build(name, arrangement, shape, page_size, pages=37 if page_size == 1 else 5)
-    transfer = cuda_transfer(case, road, monkeypatch)
+    transfer = cuda_transfer(case, path, monkeypatch)
     case.check_backup(transfer, "cpu")
     case.reshuffle()
     case.check_restore(transfer, "cuda")
@@ -167,17 +210,30 @@ def test_bytes_and_rows_are_those_of_the_reference_codec(name, shape, page_size,
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("road", WANTED_RUNS)
+@pytest.mark.sweep
+@pytest.mark.parametrize("number", range(30))
+def test_every_head_count_and_width_at_two_page_sizes(number, monkeypatch):
+    shape = list(itertools.product((1, 2, 3, 5, 8, 9), (64, 80, 96, 128, 256)))[number]
+    for page_size, path in ((2 ** (1 + number % 7), "kernel"), (2 ** (1 + (number + 3) % 7), "copy engine")):
+        case = Case.build("int8", LAYOUTS[number % 2], shape, page_size, pages=11 if page_size < 16 else 3)
+        transfer = cuda_transfer(case, path, monkeypatch)
+        case.check_backup(transfer, "cpu")
+        case.reshuffle()
+        case.check_restore(transfer, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("path", WANTED_RUNS)
 @pytest.mark.parametrize(("lane_pages", "first_pages"), [(7, 0), (7, 1), (2, 100), (1, 1)])
-def test_a_transfer_larger_than_its_staging_is_split(lane_pages, first_pages, road, monkeypatch):
+def test_a_transfer_larger_than_its_staging_is_split(lane_pages, first_pages, path, monkeypatch):
     from hiqcache.transfer import cuda
 
     case = Case.build("int8", "page_first", (8, 128), 16, pages=11)
     page_bytes = case.representation.bytes_per_token() * 16
     for direction in ("BACKUP", "RESTORE"):
         monkeypatch.setattr(cuda, f"{direction}_STAGING", lane_pages * page_bytes)
-    monkeypatch.setattr(cuda, "FIRST_BYTES", max(1, first_pages * page_bytes))
-    transfer = cuda_transfer(case, road, monkeypatch)
+    monkeypatch.setattr(chunks, "FIRST_CHUNK", max(1, first_pages * page_bytes))
+    transfer = cuda_transfer(case, path, monkeypatch)
     assert transfer.staging_bytes == 2 * lane_pages * page_bytes
     for _ in range(3):
         case.check_backup(transfer, "cpu")
@@ -219,12 +275,12 @@ def test_no_slots_is_no_work():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("road", ROADS)
-def test_the_clocks_measure_a_transfer_and_wait_for_none(road, monkeypatch):
+@pytest.mark.parametrize("path", PATHS)
+def test_the_clocks_measure_a_transfer_and_wait_for_none(path, monkeypatch):
     """On a stream that is asleep, nothing is known yet when a transfer has been enqueued, nor does anybody wait."""
     monkeypatch.setattr(clock, "SAMPLE_EVERY", 1)
     case = Case.build("int8", "page_first", (8, 128), 64, pages=32, layers=12)
-    transfer = cuda_transfer(case, road, monkeypatch)
+    transfer = cuda_transfer(case, path, monkeypatch)
     host, device = case.host.to(transfer.host_indices_device), case.device.cuda()
 
     def restore() -> None:
@@ -249,11 +305,11 @@ def test_the_clocks_measure_a_transfer_and_wait_for_none(road, monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("road", ROADS)
-def test_backup_and_restore_at_once_on_two_streams(road, monkeypatch):
+@pytest.mark.parametrize("path", PATHS)
+def test_backup_and_restore_at_once_on_two_streams(path, monkeypatch):
     """Half of the pages go down while the other half come up, over and over, each half checked at the end."""
     case = Case.build("int8", "page_first", (8, 128), 64, pages=80, layers=12)
-    transfer = cuda_transfer(case, road, monkeypatch)
+    transfer = cuda_transfer(case, path, monkeypatch)
     host, device = case.host.split(40 * 64), case.device.split(40 * 64)
     case.arena.buffer.copy_(transfers.after_backup(case.representation, case.arena, case.rows, host[1], device[1]))
     down_expected = transfers.after_backup(case.representation, case.arena, case.rows, host[0], device[0])

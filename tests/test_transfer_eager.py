@@ -12,9 +12,8 @@ from hiqcache.registry import get
 from hiqcache.transfer import EagerTransfer, eager
 
 
-def check(
-    name: str, arrangement: str, shape: tuple[int, int], page_size: int, pages: int = 5, layers: int = 3, trailer: int = 0
-) -> None:
+def check(name: str, arrangement: str, shape: tuple[int, int], page_size: int, pages: int = 5, layers: int = 3,
+          trailer: int = 0) -> None:  # fmt: skip
     """Back up into an arena full of noise, and restore into other slots; nothing else may change."""
     generator = torch.Generator().manual_seed(page_size)
     geometry = transfers.geometry(shape, page_size, layers)

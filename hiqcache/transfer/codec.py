@@ -1,11 +1,10 @@
 """Encoding device rows into staging and decoding staging into device rows, by a representation's tile functions."""
 
-from collections.abc import Iterator
-
 import torch
 import triton
 import triton.language as tl
 
+from hiqcache.arena import ArenaShape
 from hiqcache.geometry import Part
 from hiqcache.representation import BlockLayout, HostRepresentation
 from hiqcache.transfer.base import DeviceRows
@@ -19,21 +18,22 @@ ROWS = 64
 class BlockCodec:
     """Launches both kernels over many pages and layers at once.
 
-    Staging is `[part][page][layer]` of blocks. K and V share a launch where they are stored alike.
+    Staging is `[page][layer]` of cells. K and V share a launch where they are stored alike.
 
     Args:
         representation: has tile functions for both parts.
+        shape: of the arena, whose cells staging has too.
         rows: the device pool.
 
     Raises:
         ValueError: a section has a shape that `Tiles` does not allow.
     """
 
-    def __init__(self, representation: HostRepresentation, rows: DeviceRows):
+    def __init__(self, representation: HostRepresentation, shape: ArenaShape, rows: DeviceRows):
         same_layout = representation.layouts[Part.K] == representation.layouts[Part.V]
         alike = same_layout and representation.tiles(Part.K) == representation.tiles(Part.V)
         launches = ((Part.K, Part.V),) if alike else ((Part.K,), (Part.V,))
-        self._launches = [_Launch(representation, rows, parts) for parts in launches]
+        self._launches = [_Launch(representation, shape, rows, parts) for parts in launches]
 
     def encode(
         self, slots: torch.Tensor, layers: range, staging: torch.Tensor, stream: torch.cuda.Stream | None
@@ -46,30 +46,23 @@ class BlockCodec:
             staging: uint8 on the device, as large as the blocks or larger.
             stream: to enqueue on; None: the current one, once, to compile.
         """
-        for launch, part_staging in self._placed(slots, layers, staging):
-            launch(launch.encode, slots, layers, part_staging, stream)
+        for launch in self._launches:
+            launch(launch.encode, slots, layers, staging, stream)
 
     def decode(
         self, slots: torch.Tensor, layers: range, staging: torch.Tensor, stream: torch.cuda.Stream | None
     ) -> None:
         """Enqueue blocks to rows, the arguments as for `encode`."""
-        for launch, part_staging in self._placed(slots, layers, staging):
-            launch(launch.decode, slots, layers, part_staging, stream)
-
-    def _placed(
-        self, slots: torch.Tensor, layers: range, staging: torch.Tensor
-    ) -> Iterator[tuple["_Launch", torch.Tensor]]:
-        blocks = len(slots) * len(layers)
-        begin = 0
         for launch in self._launches:
-            yield launch, staging[begin:] if begin else staging
-            begin += blocks * launch.bytes_per_block
+            launch(launch.decode, slots, layers, staging, stream)
 
 
 class _Launch:
     """Both kernels for parts that are stored alike."""
 
-    def __init__(self, representation: HostRepresentation, rows: DeviceRows, parts: tuple[Part, ...]):
+    def __init__(
+        self, representation: HostRepresentation, shape: ArenaShape, rows: DeviceRows, parts: tuple[Part, ...]
+    ):
         geometry, layout = representation.geometry, representation.layouts[parts[0]]
         tiles = representation.tiles(parts[0])
         assert tiles is not None
@@ -77,19 +70,20 @@ class _Launch:
         self._table = torch.tensor(
             [[layer.data_ptr() for layer in rows.of(part)] for part in parts], device=rows.device
         )
-        self.bytes_per_block = len(parts) * layout.block_bytes
         sections = tuple(_described(layout, name, heads=True) for name in tiles.sections)
         padding = (_described(layout, "padding", heads=False),) if "padding" in layout else ()
-        shape = {
+        constants = {
             "PAGE_SIZE": geometry.page_size,
+            "CELL_BYTES": shape.cell_bytes,
+            "PART_OFFSET": shape.part_offset(parts[0]),
             "BLOCK_BYTES": layout.block_bytes,
             "HEADS": geometry.heads,
             "DIM": geometry.dim(parts[0]),
             "DIM_TILE": triton.next_power_of_2(geometry.dim(parts[0])),
             "ROWS": ROWS,
         }
-        self.encode = Launcher(encode_blocks, 4, ENCODE=tiles.encode, SECTIONS=sections, PADDING=padding, **shape)
-        self.decode = Launcher(decode_blocks, 4, DECODE=tiles.decode, SECTIONS=sections, **shape)
+        self.encode = Launcher(encode_blocks, 4, ENCODE=tiles.encode, SECTIONS=sections, PADDING=padding, **constants)
+        self.decode = Launcher(decode_blocks, 4, DECODE=tiles.decode, SECTIONS=sections, **constants)
 
     def __call__(
         self,

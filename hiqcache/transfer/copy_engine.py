@@ -50,12 +50,13 @@ def available() -> bool:
     return _copy_function() is not None
 
 
-MANY = 64
-"""Copies that are worth a second stream, which costs the host 25 microseconds."""
+MANY, LONG = 64, 1 << 20
+"""Copies that are worth a second stream, which costs the host 25 microseconds, and their size from which it gains
+nothing."""
 
 
 class CopyEngine:
-    """One direction's copies: on the caller's stream, and many of them on one beside it too.
+    """One direction's copies: on the caller's stream, and many short ones on one beside it too.
 
     Args:
         device: the GPU.
@@ -63,7 +64,8 @@ class CopyEngine:
     """
 
     def __init__(self, device: torch.device, to_host: bool):
-        self._to_host = to_host
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self._attributes = _attributes(index, to_host)
         self._beside = torch.cuda.Stream(device)
         self._begin, self._end = torch.cuda.Event(), torch.cuda.Event()
 
@@ -71,31 +73,34 @@ class CopyEngine:
         """Enqueue copies, in any order among themselves.
 
         Args:
-            copies: `[3, n]` int64, contiguous: destinations, sources, sizes in bytes. One side is pinned host memory,
-                and each copy stays within one registration of it.
-            stream: on the current device, not the legacy default one, which the driver refuses. What is enqueued on it
-                later waits for all copies.
+            copies: `[3, n]` int64: destinations, sources, sizes in bytes; each row contiguous. One side is pinned host
+                memory, and each copy stays within one registration of it.
+            stream: on the device, not the legacy default one, which the driver refuses. What is enqueued on it later
+                waits for all copies.
 
         Raises:
             RuntimeError: the driver refused.
         """
-        if copies.shape[1] < MANY:
-            _copy_batch(copies, stream, self._to_host)
+        count = copies.shape[1]
+        if count < MANY or copies[2, 0] >= LONG:
+            _copy_batch(copies, stream, self._attributes)
             return
-        half = copies.shape[1] // 2
+        half = count // 2
         self._begin.record(stream)
-        _copy_batch(copies[:, :half], stream, self._to_host)
+        _copy_batch(copies[:, :half], stream, self._attributes)
         self._beside.wait_event(self._begin)
-        _copy_batch(copies[:, half:], self._beside, self._to_host)
+        _copy_batch(copies[:, half:], self._beside, self._attributes)
         self._end.record(self._beside)
         stream.wait_event(self._end)
 
 
-def _copy_batch(copies: np.ndarray, stream: torch.cuda.Stream, to_host: bool) -> None:
-    count, address = copies.shape[1], copies.ctypes.data
-    attributes, first, failed = _attributes(torch.cuda.current_device(), to_host), ctypes.c_size_t(), ctypes.c_size_t()
+def _copy_batch(copies: np.ndarray, stream: torch.cuda.Stream, attributes: _Attributes) -> None:
+    address, step, count = copies.__array_interface__["data"][0], copies.strides[0], copies.shape[1]
+    first, failed = ctypes.c_size_t(), ctypes.c_size_t()
     code = _copy_function()(
-        *(address + row * copies.strides[0] for row in range(3)),
+        address,
+        address + step,
+        address + 2 * step,
         count,
         ctypes.addressof(attributes),
         ctypes.addressof(first),

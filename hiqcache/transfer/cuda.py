@@ -10,19 +10,17 @@ the staging while the GPU works on the other. A restore takes the layers in grou
 SGLang computes a layer as soon as its rows are in place.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Sequence
 from itertools import zip_longest
-from typing import Any
 
 import torch
-from attrs import define
+from attrs import field, frozen
 
 from hiqcache.arena import HostArena
 from hiqcache.representation import HostRepresentation
 from hiqcache.transfer import copy_engine
 from hiqcache.transfer.base import DeviceRows, Transfer
-from hiqcache.transfer.clock import Clock
+from hiqcache.transfer.chunks import even_spans, growing_spans, layer_groups
 from hiqcache.transfer.codec import BlockCodec
 from hiqcache.transfer.kernels import LINE_BYTES
 from hiqcache.transfer.movers import CopyEngineMover, KernelMover, Mover
@@ -30,21 +28,11 @@ from hiqcache.transfer.movers import CopyEngineMover, KernelMover, Mover
 BACKUP_STAGING, RESTORE_STAGING = 32 << 20, 96 << 20
 """Bytes of staging for each direction, where the caller brings none. More of it means fewer chunks and so less of the
 host's time, for which the request behind a restore waits and the one behind a backup does not."""
-SMALL = 64 << 20
+SMALL_BACKUP, SMALL_RESTORE = 64 << 20, 64 << 20
 """Encoded bytes up to which a transfer is moved by the kernel, one launch of which costs the host less than a batch of
 copies does: the host's time is what limits small transfers."""
-FIRST_BYTES = 8 << 20
-"""Encoded bytes that a transfer begins with, or more where few layers at a time would starve the link."""
-GROWTH = 2
-"""How many times larger each chunk of a transfer is than the one before it.
-
-What begins small begins early: the link under a backup, SGLang's first layers under a restore. What grows is enqueued
-by few calls, and moves in long runs.
-"""
-
-
-Step = Callable[[torch.Tensor, torch.cuda.Stream], None]
-"""Enqueues work on some staging, on a stream."""
+FIRST_BY_KERNEL = False
+"""Whether the kernel moves the first group of layers of a restore whatever its size: one launch for all pages."""
 
 
 def obstacle(representation: HostRepresentation) -> str | None:
@@ -94,30 +82,27 @@ class CudaTransfer(Transfer):
         self._device = rows.device
         self._page_size = representation.geometry.page_size
         self._layers = representation.geometry.layers
-        self._layer_bytes = sum(layout.block_bytes for layout in representation.layouts.values())
-        self._codec = BlockCodec(representation, rows)
-        self._kernel_mover = KernelMover(arena, self._page_size, self._device)
-        self._mover: Mover = self._kernel_mover
-        if copy_engine.available() and CopyEngineMover.pays(arena.shape):
-            self._mover = CopyEngineMover(arena, self._page_size, self._device)
-
+        self._cell_bytes = arena.shape.cell_bytes
+        self._codec = BlockCodec(representation, arena.shape, rows)
         self._own_bytes = 0
+        wanted = (BACKUP_STAGING, RESTORE_STAGING)
         self._backup_lane, self._restore_lane = (
-            _Lane(self._staging(given, wanted))
-            for given, wanted in zip_longest(staging, (BACKUP_STAGING, RESTORE_STAGING))
+            _Lane(arena, self._page_size, self._staging(given, bytes_), to_host)
+            for given, bytes_, to_host in zip_longest(staging, wanted, (True, False))
         )
-        if self._layer_bytes > (allowed := min(self._backup_lane.capacity, self._restore_lane.capacity)):
+        if self._cell_bytes > (allowed := min(self._backup_lane.capacity, self._restore_lane.capacity)):
             raise ValueError(
-                f"one layer of one page has {self._layer_bytes} encoded bytes; allowed: {allowed}, which a smaller "
+                f"one layer of one page has {self._cell_bytes} encoded bytes; allowed: {allowed}, which a smaller "
                 "--page-size gives"
             )
         none = torch.empty(0, dtype=torch.int64, device=self._device)
-        self._restoring = self._begin_restore(none, none)
-        self._warm_up()
+        self._restoring = _Restore(none.view(0, self._page_size), {})
+        self._next_layer = 0
+        self._warm_up(none)
 
     @property
     def host_indices_device(self) -> torch.device:
-        return self._mover.indices_device
+        return torch.device("cpu")  # where page numbers are worked out; these alone are uploaded, if anything is
 
     @property
     def staging_bytes(self) -> int:
@@ -130,120 +115,105 @@ class CudaTransfer(Transfer):
         return torch.empty(wanted, dtype=torch.uint8, device=self._device)
 
     def backup(self, host_indices: torch.Tensor, device_indices: torch.Tensor) -> None:
-        mover = self._mover_for(host_indices)
-        pages, slots = mover.locate(host_indices), device_indices.reshape(-1, self._page_size)
         lane, current = self._backup_lane, torch.cuda.current_stream(self._device)
-        step = min(self._layers, lane.capacity // self._layer_bytes)
+        slots = device_indices.reshape(-1, self._page_size)
+        pages = len(slots)
+        small = pages * self._layers * self._cell_bytes <= SMALL_BACKUP
+        mover = lane.kernel if small or lane.copies is None or host_indices.is_cuda else lane.copies
+        mover.locate(host_indices)
+        step = min(self._layers, lane.capacity // self._cell_bytes)
         for first in range(0, self._layers, step):
             layers = range(first, min(first + step, self._layers))
-            for span in self._growing_spans(len(slots), layers, lane.capacity):
-                encode = partial(self._timed, self.encode_clock, self._codec.encode, slots[span], layers)
-                move = partial(mover.move, pages[span], layers, True)
-                lane.relay(current, encode, lane.stream, move)
+            for span in growing_spans(pages, len(layers) * self._cell_bytes, lane.capacity):
+                half = lane.take(current)
+                self.encode_clock.start()
+                self._codec.encode(slots[span], layers, half, current)
+                self.encode_clock.stop(self._tokens(span, layers))
+                lane.pass_on(current, lane.stream)
+                mover.move(span, layers, half, lane.stream)
+                lane.give_back(lane.stream)
         lane.join(current)
 
     def restore(self, layer: int, host_indices: torch.Tensor, device_indices: torch.Tensor) -> None:
         lane = self._restore_lane
         if layer == 0:
             self._restoring = self._begin_restore(host_indices, device_indices)
+            self._next_layer = 0
             lane.fork(torch.cuda.current_stream(self._device))
-        restoring = self._restoring
-        if layer != restoring.next_layer:
-            raise ValueError(f"restore of layer {layer}; allowed: {restoring.next_layer}, or 0 to begin another")
-        restoring.next_layer += 1
-        group = restoring.groups.get(layer)
+        if layer != self._next_layer:
+            raise ValueError(f"restore of layer {layer}; allowed: {self._next_layer}, or 0 to begin another")
+        self._next_layer += 1
+        group = self._restoring.groups.get(layer)
         if group is None:
             return  # enqueued with the first layer of its group
         mover, layers = group
-        pages = restoring.pages[mover]
-        current = torch.cuda.current_stream(self._device)
-        for span in self._spans(len(restoring.slots), layers, lane.capacity):
-            move = partial(mover.move, pages[span], layers, False)
-            decode = partial(self._timed, self.decode_clock, self._codec.decode, restoring.slots[span], layers)
-            lane.relay(lane.stream, move, current, decode)
+        slots, current = self._restoring.slots, torch.cuda.current_stream(self._device)
+        for span in even_spans(len(slots), len(layers) * self._cell_bytes, lane.capacity):
+            half = lane.take(lane.stream)
+            mover.move(span, layers, half, lane.stream)
+            lane.pass_on(lane.stream, current)
+            self.decode_clock.start()
+            self._codec.decode(slots[span], layers, half, current)
+            self.decode_clock.stop(self._tokens(span, layers))
+            lane.give_back(current)
 
-    def _timed(
-        self,
-        clock: Clock,
-        code: Callable,
-        slots: torch.Tensor,
-        layers: range,
-        staging: torch.Tensor,
-        stream: torch.cuda.Stream,
-    ) -> None:
-        clock.start()
-        code(slots, layers, staging, stream)
-        clock.stop(slots.numel() * len(layers) / self._layers)
+    def _tokens(self, span: slice, layers: range) -> float:
+        """What a chunk covers of its tokens, as a clock counts them."""
+        return (span.stop - span.start) * self._page_size * len(layers) / self._layers
 
     def _begin_restore(self, host_indices: torch.Tensor, device_indices: torch.Tensor) -> "_Restore":
-        slots = device_indices.reshape(-1, self._page_size)
-        groups = self._groups(len(slots), self._mover_for(host_indices))
-        pages = {mover: mover.locate(host_indices) for mover in {mover for mover, _ in groups.values()}}
-        return _Restore(pages, slots, groups)
+        """Cut a restore into groups of layers, and find the mover of each: the copy engine where runs are long."""
+        lane, slots = self._restore_lane, device_indices.reshape(-1, self._page_size)
+        layer_bytes = len(slots) * self._cell_bytes
+        if not layer_bytes:
+            return _Restore(slots, {})
+        copies = lane.copies
+        if host_indices.is_cuda or self._layers * layer_bytes <= SMALL_RESTORE:
+            copies = None
+        groups = {}
+        most = lane.capacity // self._cell_bytes
+        for layers in layer_groups(self._layers, layer_bytes, lane.kernel.run_layers, most):
+            by_kernel = copies is None or len(layers) < copies.run_layers or (FIRST_BY_KERNEL and layers.start == 0)
+            groups[layers.start] = lane.kernel if by_kernel else copies, layers
+        for mover in {mover for mover, _ in groups.values()}:
+            mover.locate(host_indices)
+        return _Restore(slots, groups)
 
-    def _mover_for(self, host_indices: torch.Tensor) -> Mover:
-        encoded = len(host_indices) // self._page_size * self._layers * self._layer_bytes
-        return self._kernel_mover if host_indices.is_cuda or encoded <= SMALL else self._mover
-
-    def _groups(self, pages: int, mover: Mover) -> dict[int, tuple[Mover, range]]:
-        """The layers to restore at a time, by the first of them, and what moves them: `mover` where its runs are long.
-
-        The first group is small, so that SGLang can start computing; the later ones are larger, because long runs use
-        the link best.
-        """
-        size = max(_ceil_div(mover.run_layers, GROWTH), _ceil_div(FIRST_BYTES, max(1, pages) * self._layer_bytes))
-        most = self._restore_lane.capacity // self._layer_bytes
-        groups, start = {}, 0
-        while start < self._layers:
-            size = min(size, most, self._layers - start)
-            suited = mover if size >= mover.run_layers else self._kernel_mover
-            groups[start] = suited, range(start, start + size)
-            start, size = start + size, size * GROWTH
-        return groups
-
-    def _spans(self, pages: int, layers: range, limit: int) -> Iterator[slice]:
-        """Even slices of `pages`, whose blocks in `layers` take `limit` bytes at most, or are those of one page."""
-        most = max(1, limit // (len(layers) * self._layer_bytes))
-        step = _ceil_div(pages, max(1, _ceil_div(pages, most)))
-        return (slice(start, start + step) for start in range(0, pages, max(1, step)))
-
-    def _growing_spans(self, pages: int, layers: range, limit: int) -> Iterator[slice]:
-        """Slices of `pages`, the first of about `FIRST_BYTES`, each longer than the last; `limit` as for `_spans`."""
-        page_bytes = len(layers) * self._layer_bytes
-        start, size = 0, max(1, FIRST_BYTES // page_bytes)
-        while start < pages:
-            size = min(size, max(1, limit // page_bytes))
-            yield slice(start, start + size)
-            start, size = start + size, size * GROWTH
-
-    def _warm_up(self) -> None:
+    def _warm_up(self, none: torch.Tensor) -> None:
         """Compile and load every kernel, with nothing to do: their variants do not depend on a transfer's size."""
-        none, layers = self._restoring.slots, range(1)
-        staging = self._restore_lane.halves[0]
+        slots, layers = none.view(0, self._page_size), range(1)
         with torch.cuda.device(self._device):
-            for to_host in (True, False):
-                self._kernel_mover.move(none, layers, to_host, staging, None)
-            self._codec.encode(none, layers, staging, None)
-            self._codec.decode(none, layers, staging, None)
+            for lane in (self._backup_lane, self._restore_lane):
+                lane.kernel.move(slice(0, 0), layers, lane.halves[0], None)
+            self._codec.encode(slots, layers, self._backup_lane.halves[0], None)
+            self._codec.decode(slots, layers, self._restore_lane.halves[0], None)
 
 
-@define
+@frozen
 class _Restore:
-    """The restore under way: where it stands between the calls for its layers."""
+    """The restore under way.
 
-    pages: dict[Mover, Any]
-    slots: torch.Tensor
+    Attributes:
+        slots: `[pages, page_size]` int64 on the device.
+        groups: the layers to restore at a time, by the first of them, and what moves them.
+    """
+
+    slots: torch.Tensor = field(repr=False)
     groups: dict[int, tuple[Mover, range]]
-    next_layer: int = 0
 
 
 class _Lane:
-    """One direction's staging, its halves used in turn, and the stream that moves run on."""
+    """One direction's staging, its halves used in turn; the stream that moves run on, and what moves."""
 
-    def __init__(self, staging: torch.Tensor):
+    def __init__(self, arena: HostArena, page_size: int, staging: torch.Tensor, to_host: bool):
+        device = staging.device
+        self.kernel = KernelMover(arena, page_size, device, to_host)
+        self.copies: CopyEngineMover | None = None
+        if copy_engine.available() and CopyEngineMover.pays(arena.shape):
+            self.copies = CopyEngineMover(arena, page_size, device, to_host)
         self.capacity = staging.numel() // 2 // LINE_BYTES * LINE_BYTES
         self.halves = staging[: 2 * self.capacity].split(self.capacity)
-        self.stream = torch.cuda.Stream(staging.device)
+        self.stream = torch.cuda.Stream(device)
         self._forked, self._joined = torch.cuda.Event(), torch.cuda.Event()
         self._filled = (torch.cuda.Event(), torch.cuda.Event())
         self._emptied = (torch.cuda.Event(), torch.cuda.Event())
@@ -259,17 +229,17 @@ class _Lane:
         self._joined.record(self.stream)
         current.wait_event(self._joined)
 
-    def relay(self, filler: torch.cuda.Stream, fill: Step, emptier: torch.cuda.Stream, empty: Step) -> None:
-        """Enqueue `fill` of a half on one stream, then `empty` of that half on another."""
+    def take(self, filler: torch.cuda.Stream) -> torch.Tensor:
+        """The other half; what is enqueued on `filler` from now on finds it empty."""
         self._turn ^= 1
-        half, filled, emptied = self.halves[self._turn], self._filled[self._turn], self._emptied[self._turn]
-        filler.wait_event(emptied)
-        fill(half, filler)
-        filled.record(filler)
-        emptier.wait_event(filled)
-        empty(half, emptier)
-        emptied.record(emptier)
+        filler.wait_event(self._emptied[self._turn])
+        return self.halves[self._turn]
 
+    def pass_on(self, filler: torch.cuda.Stream, emptier: torch.cuda.Stream) -> None:
+        """What is enqueued on `emptier` from now on finds the half filled by what `filler` has."""
+        self._filled[self._turn].record(filler)
+        emptier.wait_event(self._filled[self._turn])
 
-def _ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
+    def give_back(self, emptier: torch.cuda.Stream) -> None:
+        """The half is empty once what `emptier` has is done."""
+        self._emptied[self._turn].record(emptier)

@@ -1,6 +1,6 @@
 """The GPU kernels of `CudaTransfer`. They address rows and blocks; a representation's tile functions do the rest.
 
-Staging holds the blocks of one chunk as `[part][page][layer]`, one after the other. Importing this needs Triton.
+Staging holds the cells of one chunk, K and V side by side, as `[page][layer]`. Importing this needs Triton.
 """
 # Triton's own annotations do not describe code inside a kernel.
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false
@@ -15,12 +15,12 @@ LINE_WORDS = tl.constexpr(LINE_BYTES // WORD_BYTES)
 
 # A transfer's size must never pick another compiled variant: all are built, and warmed, before the first request.
 _SIZES = ["pages", "layers", "first_layer"]
-_SHAPE = ["parts", "pages", "segments", "segment_lines", "part_stride", "page_stride", "segment_stride"]
+_SHAPE = ["pages", "segments", "segment_lines", "page_stride", "segment_stride"]
 
 
 @triton.jit
-def _rows(slots, staging, pages, layers, PAGE_SIZE: tl.constexpr, BLOCK_BYTES: tl.constexpr, HEADS: tl.constexpr,
-          ROWS: tl.constexpr):  # fmt: skip
+def _rows(slots, staging, pages, layers, PAGE_SIZE: tl.constexpr, CELL_BYTES: tl.constexpr, PART_OFFSET: tl.constexpr,
+          BLOCK_BYTES: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
     """What one program works on: `ROWS` neighbouring (token, head) pairs of one layer of one part.
 
     Returns:
@@ -32,8 +32,8 @@ def _rows(slots, staging, pages, layers, PAGE_SIZE: tl.constexpr, BLOCK_BYTES: t
     token = pair // HEADS
     head = pair % HEADS
     slot = tl.load(slots + token, mask=live, other=0)
-    page = (tl.program_id(2) * pages + token // PAGE_SIZE).to(tl.int64)
-    block = staging + (page * layers + tl.program_id(1)) * BLOCK_BYTES
+    cell = (token // PAGE_SIZE).to(tl.int64) * layers + tl.program_id(1)
+    block = staging + cell * CELL_BYTES + (PART_OFFSET + tl.program_id(2) * BLOCK_BYTES)
     return slot * HEADS + head, block, token % PAGE_SIZE, head, live
 
 
@@ -64,8 +64,8 @@ def _section(block, token, head, live, SECTION: tl.constexpr):
 def encode_blocks(
     table, slots, staging, pages, layers, first_layer, table_layers,
     ENCODE: tl.constexpr, SECTIONS: tl.constexpr, PADDING: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, BLOCK_BYTES: tl.constexpr, HEADS: tl.constexpr,
-    DIM: tl.constexpr, DIM_TILE: tl.constexpr, ROWS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, CELL_BYTES: tl.constexpr, PART_OFFSET: tl.constexpr, BLOCK_BYTES: tl.constexpr,
+    HEADS: tl.constexpr, DIM: tl.constexpr, DIM_TILE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Device rows to blocks in staging; grid `(cdiv(pages * PAGE_SIZE * HEADS, ROWS), layers, parts)`.
 
@@ -76,8 +76,12 @@ def encode_blocks(
         ENCODE: `[ROWS, DIM_TILE]` values -> a tile for each of SECTIONS.
         SECTIONS: for each, (dtype, offset, bytes between tokens, between heads, width or 0, tile width).
         PADDING: sections to zero, described likewise; they belong to a token's first head.
+        CELL_BYTES: of a page in one layer, K and V.
+        PART_OFFSET: of the first part's block in a cell; that of another follows BLOCK_BYTES later.
     """
-    row, block, token, head, live = _rows(slots, staging, pages, layers, PAGE_SIZE, BLOCK_BYTES, HEADS, ROWS)
+    row, block, token, head, live = _rows(
+        slots, staging, pages, layers, PAGE_SIZE, CELL_BYTES, PART_OFFSET, BLOCK_BYTES, HEADS, ROWS
+    )
     address, mask = _values(table, first_layer, row, live, table_layers, DIM, DIM_TILE)
     tiles = ENCODE(tl.load(address, mask=mask, other=0.0))
     for i in tl.static_range(len(SECTIONS)):
@@ -92,11 +96,13 @@ def encode_blocks(
 def decode_blocks(
     table, slots, staging, pages, layers, first_layer, table_layers,
     DECODE: tl.constexpr, SECTIONS: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, BLOCK_BYTES: tl.constexpr, HEADS: tl.constexpr,
-    DIM: tl.constexpr, DIM_TILE: tl.constexpr, ROWS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, CELL_BYTES: tl.constexpr, PART_OFFSET: tl.constexpr, BLOCK_BYTES: tl.constexpr,
+    HEADS: tl.constexpr, DIM: tl.constexpr, DIM_TILE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Blocks in staging to device rows: `encode_blocks` backwards, with the same arguments."""
-    row, block, token, head, live = _rows(slots, staging, pages, layers, PAGE_SIZE, BLOCK_BYTES, HEADS, ROWS)
+    row, block, token, head, live = _rows(
+        slots, staging, pages, layers, PAGE_SIZE, CELL_BYTES, PART_OFFSET, BLOCK_BYTES, HEADS, ROWS
+    )
     tiles = ()
     for i in tl.static_range(len(SECTIONS)):
         address, mask = _section(block, token, head, live, tl.constexpr(SECTIONS[i]))
@@ -106,29 +112,27 @@ def decode_blocks(
     tl.store(address, values, mask=mask)
 
 
-@triton.jit(do_not_specialize=_SHAPE, do_not_specialize_on_alignment=["host_indices"])
+@triton.jit(do_not_specialize=_SHAPE, do_not_specialize_on_alignment=["host_pages"])
 def move_blocks(
-    host, staging, host_indices, parts, pages, segments, segment_lines, part_stride, page_stride, segment_stride,
-    TO_HOST: tl.constexpr, PAGE_SIZE: tl.constexpr, LINES: tl.constexpr,
+    host, staging, host_pages, pages, segments, segment_lines, page_stride, segment_stride,
+    TO_HOST: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
-    """Blocks between pinned host memory and staging, unchanged; any grid `(programs,)`.
+    """Cells between pinned host memory and staging, unchanged; any grid `(programs,)`.
 
-    A page of one part is `segments` runs of `segment_lines` lines; all strides are in lines.
+    A page is `segments` runs of `segment_lines` lines; all strides are in lines.
 
     Args:
-        host: int64 words of pinned memory, from the first segment of page 0 of the first part.
-        staging: int64 words; `[parts][pages][segments][segment_lines]` lines.
-        host_indices: `[pages * PAGE_SIZE]` int64 slots.
+        host: int64 words of pinned memory, from the first segment of page 0.
+        staging: int64 words; `[pages][segments][segment_lines]` lines.
+        host_pages: `[pages]` int64 numbers of pages in the arena.
     """
-    total = parts * pages * segments * segment_lines
+    total = pages * segments * segment_lines
     for first in range(tl.program_id(0) * LINES, total, tl.num_programs(0) * LINES):
         line = first + tl.arange(0, LINES)
         live = line < total
         segment = line // segment_lines
-        page = segment // segments
-        number = tl.load(host_indices + (page % pages) * PAGE_SIZE, mask=live, other=0) // PAGE_SIZE
-        place = number * page_stride + (page // pages).to(tl.int64) * part_stride
-        place += (segment % segments).to(tl.int64) * segment_stride + line % segment_lines
+        number = tl.load(host_pages + segment // segments, mask=live, other=0)
+        place = number * page_stride + (segment % segments).to(tl.int64) * segment_stride + line % segment_lines
         word = tl.arange(0, LINE_WORDS)[None, :]
         far = host + place[:, None] * LINE_WORDS + word
         near = staging + line[:, None] * LINE_WORDS + word

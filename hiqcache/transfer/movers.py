@@ -1,10 +1,10 @@
 """Two ways to move encoded blocks between the arena and staging, unchanged.
 
-Both see staging as `[part][page][layer]` of blocks.
+Both see staging as `[page][layer]` of cells, which are the arena's. A mover serves one direction, and keeps what it
+needs from call to call: no array is made for a transfer.
 """
 
 import abc
-from typing import Any
 
 import numpy as np
 import torch
@@ -23,125 +23,148 @@ LINES = 256
 
 
 class Mover(abc.ABC):
-    """Moves the blocks of some pages and some layers.
+    """Moves the blocks of some pages and some layers in one direction.
 
     Args:
         arena: where blocks lie.
         page_size: tokens in a page.
-        indices_device: where host slots are best.
+        to_host: from staging to the arena; else the other way.
         wanted_run: contiguous bytes that keep the link busy.
     """
 
-    def __init__(self, arena: HostArena, page_size: int, indices_device: torch.device, wanted_run: int):
-        self._arena, self._page_size = arena, page_size
-        self.indices_device = indices_device
+    def __init__(self, arena: HostArena, page_size: int, to_host: bool, wanted_run: int):
+        self._shape, self._page_size, self._to_host = arena.shape, page_size, to_host
         self.run_layers = run_layers(arena.shape, wanted_run)
         """Layers to move at a time for runs of `wanted_run`."""
 
     @abc.abstractmethod
-    def locate(self, host_indices: torch.Tensor) -> Any:
-        """The pages of host slots `[pages * page_size]`, as `move` takes them; slices of it are slices of the pages."""
+    def locate(self, host_indices: torch.Tensor) -> None:
+        """From now on, move the pages of these slots `[pages * page_size]`; may enqueue on the current stream."""
 
     @abc.abstractmethod
-    def move(
-        self, pages: Any, layers: range, to_host: bool, staging: torch.Tensor, stream: torch.cuda.Stream | None
-    ) -> None:
+    def move(self, pages: slice, layers: range, staging: torch.Tensor, stream: torch.cuda.Stream | None) -> None:
         """Enqueue one move.
 
         Args:
-            pages: what `locate` returned, or a slice of it.
+            pages: of those that `locate` was given.
             layers: neighbouring layers.
-            to_host: from staging to the arena; else the other way.
             staging: uint8 on the GPU, as large as the blocks or larger.
             stream: not the legacy default one; None on the current one, once, to compile.
         """
 
 
 def run_layers(shape: ArenaShape, wanted_run: int) -> int:
-    """Layers whose blocks make a run of `wanted_run` bytes; 1 where layers do not lie side by side."""
-    smallest = min(layout.block_bytes for layout in shape.layouts.values())
-    return -(-wanted_run // smallest) if shape.arrangement == "page_first" else 1
+    """Layers whose cells make a run of `wanted_run` bytes; 1 where layers do not lie side by side."""
+    return -(-wanted_run // shape.cell_bytes) if shape.arrangement == "page_first" else 1
 
 
 class CopyEngineMover(Mover):
-    """One copy for each page and part of a `page_first` arena: the fastest road for long runs, and it takes no SM."""
+    """One copy for each page of a `page_first` arena: the fastest path for long runs, and it takes no SM.
+
+    Args:
+        arena, page_size, to_host: as for `Mover`.
+        device: the GPU.
+    """
 
     WANTED_RUN = 128 << 10
     """Bytes of one copy: at this size one stream gives 46 of 55 GB/s, and two nearly all of it."""
 
-    def __init__(self, arena: HostArena, page_size: int, device: torch.device):
-        super().__init__(arena, page_size, torch.device("cpu"), self.WANTED_RUN)
-        shape = arena.shape
-        # `[parts]` each, so that one expression finds the addresses of all copies.
-        self._first = np.array([arena.buffer.data_ptr() + shape.part_offset(part) for part in Part])
-        self._page_stride = np.array([shape.page_stride(part) for part in Part])
-        self._block_bytes = np.array([shape.layouts[part].block_bytes for part in Part])
-        self._engines = {to_host: CopyEngine(device, to_host) for to_host in (True, False)}
+    def __init__(self, arena: HostArena, page_size: int, device: torch.device, to_host: bool):
+        super().__init__(arena, page_size, to_host, self.WANTED_RUN)
+        self._base, self._engine = arena.buffer.data_ptr(), CopyEngine(device, to_host)
+        pages = arena.shape.pages
+        self._addresses, self._places = np.empty(pages, dtype=np.int64), np.arange(pages)
+        self._copies = np.empty((3, pages), dtype=np.int64)
 
     @classmethod
     def pays(cls, shape: ArenaShape) -> bool:
-        """Whether the pages of an arena are long enough for this road to be the better one."""
+        """Whether the pages of an arena are long enough for this path to be the better one."""
         return shape.arrangement == "page_first" and run_layers(shape, cls.WANTED_RUN) <= shape.layers
 
-    def locate(self, host_indices: torch.Tensor) -> np.ndarray:
-        """Addresses of the pages, `[pages, parts]`."""
-        pages = host_indices.numpy()[:: self._page_size] // self._page_size
-        return self._first + pages[:, None] * self._page_stride
+    def locate(self, host_indices: torch.Tensor) -> None:
+        slots = host_indices.numpy()[:: self._page_size]
+        addresses = self._addresses[: len(slots)]
+        np.floor_divide(slots, self._page_size, out=addresses)
+        addresses *= self._shape.page_stride
+        addresses += self._base
 
-    def move(
-        self, pages: np.ndarray, layers: range, to_host: bool, staging: torch.Tensor, stream: torch.cuda.Stream | None
-    ) -> None:
+    def move(self, pages: slice, layers: range, staging: torch.Tensor, stream: torch.cuda.Stream | None) -> None:
         assert stream is not None, "there is nothing to compile"
-        run = self._block_bytes * len(layers)
-        parts = staging.data_ptr() + np.array([0, len(pages) * run[0]])
-        far, near = (0, 1) if to_host else (1, 0)
-        copies = np.empty((3, *pages.shape), dtype=np.int64)
-        copies[far] = pages + self._block_bytes * layers.start
-        copies[near] = parts + np.arange(len(pages))[:, None] * run
+        addresses = self._addresses[pages]
+        count, run = len(addresses), len(layers) * self._shape.cell_bytes
+        copies = self._copies[:, :count]
+        far, near = (copies[0], copies[1]) if self._to_host else (copies[1], copies[0])
+        np.add(addresses, layers.start * self._shape.layer_stride, out=far)
+        np.multiply(self._places[:count], run, out=near)
+        near += staging.data_ptr()
         copies[2] = run
-        self._engines[to_host].copy(copies.reshape(3, -1), stream)
+        self._engine.copy(copies, stream)
 
 
 class KernelMover(Mover):
-    """A kernel that reads and writes pinned memory itself: any page size and arrangement, slots on the GPU."""
+    """A kernel that reads and writes pinned memory itself: any page size and arrangement, slots on the GPU.
+
+    Args:
+        arena, page_size, to_host: as for `Mover`.
+        device: the GPU; in Triton's interpreter the CPU.
+    """
 
     WANTED_RUN = 4 << 10
     """Contiguous bytes of one run: longer ones gained nothing measurable, scattered records of 1152 bytes lose much."""
 
-    def __init__(self, arena: HostArena, page_size: int, device: torch.device):
-        super().__init__(arena, page_size, device, self.WANTED_RUN)
-        self._kernels = {
-            to_host: Launcher(move_blocks, 16, TO_HOST=to_host, PAGE_SIZE=page_size, LINES=LINES)
-            for to_host in (True, False)
-        }
-        self._words = device_alias(arena.buffer, device).view(torch.int64)
-        layouts = arena.shape.layouts
-        alike = layouts[Part.K].block_bytes == layouts[Part.V].block_bytes
-        self._launches = [(Part.K, Part.V)] if alike else [(Part.K,), (Part.V,)]
-
-    def locate(self, host_indices: torch.Tensor) -> torch.Tensor:
-        return host_indices.to(self.indices_device, non_blocking=True).reshape(-1, self._page_size)
-
-    def move(
-        self, pages: torch.Tensor, layers: range, to_host: bool, staging: torch.Tensor, stream: torch.cuda.Stream | None
-    ) -> None:
-        shape, words, begin = self._arena.shape, staging.view(torch.int64), 0
-        side_by_side = shape.arrangement == "page_first"
-        for parts in self._launches:
-            block_lines = shape.layouts[parts[0]].block_bytes // LINE_BYTES
-            segments, segment_lines = (1, len(layers) * block_lines) if side_by_side else (len(layers), block_lines)
-            self._kernels[to_host](
-                (PROGRAMS, 1, 1),
-                stream,
-                self._words[shape.offset(parts[0], layers.start, 0) // WORD_BYTES :],
-                words[begin // WORD_BYTES :],
-                pages,
-                len(parts),
-                len(pages),
-                segments,
-                segment_lines,
-                shape.part_bytes(parts[0]) // LINE_BYTES,
-                shape.page_stride(parts[0]) // LINE_BYTES,
-                shape.layer_stride(parts[0]) // LINE_BYTES,
+    def __init__(self, arena: HostArena, page_size: int, device: torch.device, to_host: bool):
+        super().__init__(arena, page_size, to_host, self.WANTED_RUN)
+        shape = arena.shape
+        if any(stride % LINE_BYTES for stride in (shape.cell_bytes, shape.page_stride)):
+            raise ValueError(
+                f"cells of {shape.cell_bytes} bytes, pages {shape.page_stride} bytes apart; needed: multiples of "
+                f"{LINE_BYTES}"
             )
-            begin += len(parts) * len(pages) * len(layers) * block_lines * LINE_BYTES
+        self._device = device
+        self._kernel = Launcher(move_blocks, 16, TO_HOST=to_host, LINES=LINES)
+        words = device_alias(arena.buffer, device).view(torch.int64)
+        self._from_layer = [
+            words[shape.offset(Part.K, layer, 0) // WORD_BYTES :] for layer in range(shape.layers if shape.pages else 0)
+        ]
+        self._pages = torch.empty(max(1, shape.pages), dtype=torch.int64, device=device)
+        self._uploads: list[_Upload] = []
+
+    def locate(self, host_indices: torch.Tensor) -> None:
+        slots = host_indices[:: self._page_size]
+        pages = self._pages[: len(slots)]
+        if host_indices.device == self._device:
+            torch.div(slots, self._page_size, rounding_mode="floor", out=pages)
+            return
+        upload = next((upload for upload in self._uploads if upload.done.query()), None)
+        if upload is None:
+            self._uploads.append(upload := _Upload(len(self._pages)))
+        np.floor_divide(slots.numpy(), self._page_size, out=upload.array[: len(slots)])
+        pages.copy_(upload.pinned[: len(slots)], non_blocking=True)
+        upload.done.record()
+
+    def move(self, pages: slice, layers: range, staging: torch.Tensor, stream: torch.cuda.Stream | None) -> None:
+        shape = self._shape
+        cell_lines = shape.cell_bytes // LINE_BYTES
+        side_by_side = shape.arrangement == "page_first"
+        segments, segment_lines = (1, len(layers) * cell_lines) if side_by_side else (len(layers), cell_lines)
+        self._kernel(
+            (PROGRAMS, 1, 1),
+            stream,
+            self._from_layer[layers.start],
+            staging.view(torch.int64),
+            self._pages[pages.start :],
+            pages.stop - pages.start,
+            segments,
+            segment_lines,
+            shape.page_stride // LINE_BYTES,
+            shape.layer_stride // LINE_BYTES,
+        )
+
+
+class _Upload:
+    """Pinned room for page numbers; free once the copy before `done` has run."""
+
+    def __init__(self, pages: int):
+        self.pinned = torch.empty(pages, dtype=torch.int64, pin_memory=True)
+        self.array = self.pinned.numpy()
+        self.done = torch.cuda.Event()

@@ -1,0 +1,61 @@
+"""How a transfer is cut: groups of layers for a restore, slices of pages for both directions. Arithmetic alone.
+
+What begins small begins early: the link under a backup, SGLang's first layer under a restore. Few large pieces behind
+it cost the host few calls, while SGLang's scheduler waits for them to be enqueued.
+"""
+
+from collections.abc import Iterator
+from itertools import accumulate
+
+FIRST_GROUP = 12 << 20
+"""Encoded bytes of a restore's first group of layers, or one layer if that is more."""
+LATER_GROUPS = (0.7, 0.3)
+"""Shares of the other layers that the later groups of a restore take. The last one is small because SGLang computes
+its layers after everything has arrived."""
+SHORT = 64 << 20
+"""Encoded bytes up to which the layers after the first group are one group."""
+FIRST_CHUNK = 8 << 20
+"""Encoded bytes that a backup begins with, or one page if that is more."""
+GROWTH = 2
+"""How many times larger each chunk of a backup is than the one before it."""
+
+
+def layer_groups(layers: int, layer_bytes: int, fewest: int, most: int) -> list[range]:
+    """The layers that a restore moves at a time, first ones first.
+
+    Args:
+        layers: that there are.
+        layer_bytes: encoded bytes of one layer of all pages.
+        fewest: layers that the first group has at least.
+        most: layers that any group has at most.
+    """
+    first = min(layers, max(fewest, ceil_div(FIRST_GROUP, layer_bytes)))
+    rest = layers - first
+    shares = (1.0,) if rest * layer_bytes <= SHORT else LATER_GROUPS
+    ends = [first + round(rest * share) for share in accumulate(shares, initial=0.0)]
+    groups, start = [], 0
+    for end in ends:
+        while start < end:
+            groups.append(range(start, min(end, start + most)))
+            start = groups[-1].stop
+    return groups
+
+
+def even_spans(pages: int, page_bytes: int, limit: int) -> Iterator[slice]:
+    """Slices of `pages` of nearly one length that take `limit` bytes at most, or are one page."""
+    count = ceil_div(pages, max(1, limit // page_bytes))
+    for number in range(count):
+        yield slice(pages * number // count, pages * (number + 1) // count)
+
+
+def growing_spans(pages: int, page_bytes: int, limit: int) -> Iterator[slice]:
+    """Slices of `pages`, the first of about `FIRST_CHUNK`, each `GROWTH` times the last; `limit` as above."""
+    start, size = 0, max(1, FIRST_CHUNK // page_bytes)
+    while start < pages:
+        size = min(size, max(1, limit // page_bytes))
+        yield slice(start, min(pages, start + size))
+        start, size = start + size, size * GROWTH
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
