@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from hiqcache.backends.int8 import Int8
 
-CHECKS = 4 * 10 * 3
+CHECKS = 6 * 10 * 3
 """Files x cases x roads: the codec, and the transfer in two arrangements."""
 
 
@@ -51,6 +51,15 @@ def test_int8_by_hand():
     # Largest magnitude 127: the scale is 1. Halves go to even; the decoded values are the INT8 ones.
     head = [nearest(Fraction(x)) for x in (-127, 2.5, 3.5, -0.5, 0)]
     assert int8_head(head) == ([-127, 2, 4, 0, 0], 0x3F80, [0xC2FE, 0x4000, 0x4080, 0, 0])
+
+
+def test_an_int8_block_by_hand():
+    one, two = nearest(Fraction(127)), nearest(Fraction(254))  # scales 1 and 2
+    block, decoded = conformance.int8_block([[[one, 0], [two, two]], [[two, one], [0, one]]])
+    assert block[:8] == bytes([127, 0, 127, 127, 127, 64, 0, 127]), "63.5 rounds to the even 64"
+    assert block[8:16] == bytes([0x80, 0x3F, 0x00, 0x40, 0x00, 0x40, 0x80, 0x3F])
+    assert block[16:] == bytes(112)
+    assert decoded[1][0] == [two, nearest(Fraction(128))]
 
 
 def test_committed_vectors_are_what_the_tool_generates(tmp_path):
@@ -113,7 +122,7 @@ def test_what_is_no_vector_file_is_refused(tmp_path):
     assert "holds no vectors of this tool" in verify("--vectors", tmp_path).output
     save_file({"a": torch.zeros(1)}, tmp_path / "a.safetensors", {"representation": "int8", "format_tag": "int8-v0"})
     result = verify("--vectors", tmp_path)
-    assert "holds 'int8-v0', but 'int8' here is 'int8-head-v1'" in result.output
+    assert "holds 'int8-v0', but 'int8' here is 'int8-head-v2'" in result.output
     assert result.exit_code == 1
 
 
@@ -126,7 +135,7 @@ def test_what_is_no_vector_file_is_refused(tmp_path):
     ],
 )
 def test_vectors_that_check_nothing_do_not_pass(tensors, about, message, tmp_path):
-    about = {"representation": "int8", "format_tag": "int8-head-v1", **about}
+    about = {"representation": "int8", "format_tag": "int8-head-v2", **about}
     save_file({name: torch.zeros(size) for name, size in tensors.items()}, tmp_path / "a.safetensors", about)
     result = verify("--vectors", tmp_path)
     assert result.exit_code == 1

@@ -1,14 +1,21 @@
-"""How fast KV moves between L1 and L2: SGLang's own BF16 paths, and int8 by the PyTorch and the CUDA transfer.
+"""How fast KV moves between L1 and L2: SGLang's own BF16 paths against int8 on the CUDA transfer.
 
+\b
     python tools/bench_transfer.py --out docs/results/transfer-h200.json
+    python tools/bench_transfer.py --place 8x128:page_first:64 --variant SMALL_RESTORE=0 --variant FIRST_GROUP=16M
 
 Everything runs side by side in one process, interleaved and repeated, through SGLang's own `L2TransferEngine`: every
 layer's call, and an event when each layer is done. Each repetition moves other pages, anywhere in host memory
 (`shuffled`) or, long `page_first` pages, side by side there (`in order`), as a pool that is not fragmented gives them
-to a prompt; on the GPU they lie anywhere. The link's ceiling is measured between them with copies of 1 GiB. Needs an
-NVIDIA GPU and SGLang 0.5.23.
+to a prompt; on the GPU they lie anywhere. Beside the rates it reports the host's time to enqueue a transfer, which
+SGLang's scheduler spends, and when the first layer of a restore is ready. The link's ceiling is measured between them
+with copies of 1 GiB. Needs an NVIDIA GPU and SGLang 0.5.23.
+
+A `--variant` is one more contender with other values for constants of hiqcache/transfer (4K and 16M are bytes, 0.7/0.3
+is a tuple): a sweep, by measurements of one process.
 """
 
+import contextlib
 import itertools
 import json
 import platform
@@ -16,7 +23,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
@@ -39,26 +46,58 @@ from hiqcache.arena import LAYOUTS, ArenaShape, HostArena
 from hiqcache.geometry import KVGeometry
 from hiqcache.plotting import save
 from hiqcache.registry import get
-from hiqcache.transfer import DeviceRows, EagerTransfer, Transfer, make_transfer
+from hiqcache.transfer import DeviceRows, EagerTransfer, Transfer, chunks, copy_engine, make_transfer
 
 CEILING_BYTES = 1 << 30
 WARM_UPS = 2
 BASELINE = "SGLang BF16"
+ORDERS = ("shuffled", "in order")
+PLACES = ("8x128:page_first:64", "1x128:page_first:64", "8x128:page_first:1", "8x128:layer_first:64")
+
+
+@frozen
+class Place:
+    """A pool's geometry and arrangement.
+
+    Attributes:
+        heads, dim: local KV heads, values of each.
+        layout: `layer_first` or `page_first`.
+        page_size: tokens in a page.
+    """
+
+    heads: int
+    dim: int
+    layout: str
+    page_size: int
+
+    @classmethod
+    def parse(cls, text: str) -> "Place":
+        """Read `8x128:page_first:64`.
+
+        Raises:
+            click.BadParameter: it is anything else.
+        """
+        try:
+            shape, layout, page_size = text.split(":")
+            heads, dim = map(int, shape.split("x"))
+            if layout not in LAYOUTS:
+                raise ValueError(layout)
+            return cls(heads, dim, layout, int(page_size))
+        except ValueError as error:
+            allowed = f"HEADSxDIM:LAYOUT:PAGE_SIZE, LAYOUT {' or '.join(LAYOUTS)}, such as {PLACES[0]}"
+            raise click.BadParameter(f"{text!r}; allowed: {allowed}") from error
+
+    def __str__(self) -> str:
+        return f"{self.heads}x{self.dim}:{self.layout}:{self.page_size}"
 
 
 @frozen
 class Setting:
     """One configuration in which all contenders meet."""
 
-    layout: str
-    page_size: int
+    place: str
     order: str
     tokens: int
-
-    @property
-    def place(self) -> tuple[str, int, str]:
-        """What transfers of all sizes have in common."""
-        return self.layout, self.page_size, self.order
 
 
 @frozen
@@ -82,6 +121,7 @@ class Contender:
         bytes_per_token: that cross the link.
         pool: an SGLang host pool, or something with its transfer methods.
         backup_slots_on, restore_slots_on: where SGLang hands it host slots.
+        constants: of hiqcache/transfer while it runs, where they are not the usual ones.
     """
 
     name: str
@@ -89,6 +129,51 @@ class Contender:
     pool: object
     backup_slots_on: torch.device
     restore_slots_on: torch.device
+    constants: Mapping[str, object] = {}
+
+
+def parse_variant(text: str) -> dict[str, object]:
+    """Read `FIRST_GROUP=16M,LATER_GROUPS=0.7/0.3`.
+
+    Raises:
+        click.BadParameter: it is anything else, or there is no such constant.
+    """
+    values: dict[str, object] = {}
+    for item in text.split(","):
+        name, _, value = item.partition("=")
+        try:
+            owner_of(name)
+            if "/" in value or "." in value:
+                values[name] = tuple(map(float, value.split("/")))
+            else:
+                values[name] = int(value.rstrip("KM")) << {"K": 10, "M": 20}.get(value[-1:], 0)
+        except (ValueError, LookupError) as error:
+            raise click.BadParameter(f"{item!r} in {text!r}; allowed: CONSTANT=VALUE ({error})") from error
+    return values
+
+
+def owner_of(name: str) -> object:
+    """The module or class of hiqcache/transfer that a constant belongs to."""
+    from hiqcache.transfer import cuda, movers
+
+    for owner in (cuda, chunks, copy_engine, movers, movers.CopyEngineMover):
+        if name.isupper() and name in vars(owner):
+            return owner
+    raise LookupError(f"hiqcache/transfer has no constant {name!r}")
+
+
+@contextlib.contextmanager
+def constants(values: Mapping[str, object]) -> Iterator[None]:
+    """Constants of hiqcache/transfer with other values meanwhile."""
+    owners = {name: owner_of(name) for name in values}
+    before = {name: vars(owner)[name] for name, owner in owners.items()}
+    for name, owner in owners.items():
+        setattr(owner, name, values[name])
+    try:
+        yield
+    finally:
+        for name, owner in owners.items():
+            setattr(owner, name, before[name])
 
 
 class TransferPool:
@@ -110,16 +195,26 @@ class TransferPool:
 
 
 class Bench:
-    """All pools of one layout and page size, and a device pool that they share.
+    """All pools of one place, and a device pool that they share.
 
     Args:
-        geometry: of the KV.
-        layout: `layer_first` or `page_first`.
+        place: geometry and arrangement.
+        layers: of the model.
         slots: tokens that each pool holds.
+        variants: constants of further contenders, by name.
+        pytorch: whether the plain-PyTorch transfer takes part.
+        own_staging: whether transfers have no other staging than they allocate, as where `--max-total-tokens` is given.
     """
 
-    def __init__(self, geometry: KVGeometry, layout: str, slots: int):
-        self.geometry, self.layout, self.slots = geometry, layout, slots
+    def __init__(
+        self, place: Place, layers: int, slots: int, variants: Mapping[str, Mapping[str, object]], pytorch: bool,
+        own_staging: bool,
+    ):  # fmt: skip
+        geometry = KVGeometry(
+            layers=layers, heads=place.heads, head_dim=place.dim, v_head_dim=place.dim, page_size=place.page_size
+        )
+        layout = place.layout
+        self.place, self.geometry, self.slots = place, geometry, slots
         self.engine = L2TransferEngine("kernel")
         self.device_pool = MHATokenToKVPool(
             slots, geometry.page_size, torch.bfloat16, geometry.heads, geometry.head_dim, geometry.layers, "cuda", False
@@ -137,46 +232,46 @@ class Bench:
         buffer = alloc_with_host_register((shape.total_bytes,), torch.uint8, "cpu", True, HostTensorAllocator())
         self.arena = HostArena(shape, buffer)
         staging = [tensor for tensor in (bf16.staging_k_buffer, bf16.staging_v_buffer) if tensor is not None]
+        staging = [] if own_staging else staging
         cpu, cuda = torch.device("cpu"), rows.device
         self.contenders = [
             Contender(
                 BASELINE, geometry.device_bytes_per_token, bf16, cpu if bf16.can_use_write_back_jit else cuda, cuda
             )
         ]
-        for name, transfer in (
-            ("int8, PyTorch", EagerTransfer(representation, self.arena, rows)),
-            ("int8, CUDA", make_transfer(representation, self.arena, rows, staging)),
-        ):
-            where = transfer.host_indices_device
-            pool = TransferPool(transfer)
-            self.contenders.append(Contender(name, representation.bytes_per_token(), pool, where, where))
+
+        def add(name: str, transfer: Transfer, values: Mapping[str, object]) -> None:
+            where, pool = transfer.host_indices_device, TransferPool(transfer)
+            self.contenders.append(Contender(name, representation.bytes_per_token(), pool, where, where, values))
+
+        if pytorch:
+            add("int8, PyTorch", EagerTransfer(representation, self.arena, rows), {})
+        for name, values in {"int8": {}, **variants}.items():
+            with constants(values):
+                add(name, make_transfer(representation, self.arena, rows, staging), values)
         self._bf16 = bf16
         # Real data everywhere, so that no restore reads pages that nobody wrote.
         everything = torch.arange(slots)
         for contender in self.contenders:
-            self._time(contender, "backup", everything, everything.cuda())
+            with constants(contender.constants):
+                self._time(contender, "backup", everything, everything.cuda())
 
     def close(self) -> None:
         """Unpin the host pools."""
         self._bf16.destroy()
         _cuda_host_unregister(self.arena.buffer)
 
-    @property
-    def orders(self) -> Sequence[str]:
-        """How the pages of a transfer may lie in host memory."""
-        matters = self.layout == "page_first" and self.geometry.page_size > 1
-        return ("in order", "shuffled") if matters else ("shuffled",)
-
     def run(self, order: str, tokens: int, repeats: int) -> Iterator[Sample]:
         """Backups and restores of `tokens` by every contender, shuffled; the first `WARM_UPS` rounds are dropped."""
-        setting = Setting(self.layout, self.geometry.page_size, order, tokens)
+        setting = Setting(str(self.place), order, tokens)
         turns = list(itertools.product(self.contenders, ("backup", "restore")))
         dice = random.Random(0)
         for repeat in range(-WARM_UPS, repeats):
             host, device = self._slots(tokens, order), self._slots(tokens, "shuffled").cuda()
             dice.shuffle(turns)  # so that nobody always follows the same other, whose code fills the caches
             for contender, direction in turns:
-                milliseconds = self._time(contender, direction, host, device)
+                with constants(contender.constants):
+                    milliseconds = self._time(contender, direction, host, device)
                 if repeat >= 0:
                     yield Sample(setting, contender.name, direction, *milliseconds)
 
@@ -232,7 +327,12 @@ class Ceiling:
 
 @frozen
 class Row:
-    """What one contender did in one setting and direction: medians over repetitions, and ranges."""
+    """What one contender did in one setting and direction: medians over repetitions, and ranges.
+
+    Attributes:
+        ratio: the baseline's time over its own, of the same repetitions.
+        host_ratio: its own host's time over the baseline's, likewise.
+    """
 
     setting: Setting
     direction: str
@@ -246,10 +346,20 @@ class Row:
     host_ms: float
     ratio: float
     ratio_range: tuple[float, float]
+    bytes_per_token: int
+    host_ratio: float
 
 
-def summarise(samples: Sequence[Sample], bytes_per_token: dict[str, int], ceiling: dict[str, float]) -> list[Row]:
-    """Ratios compare a contender with the baseline in the same repetition."""
+def summarise(
+    samples: Sequence[Sample], bytes_per_token: Mapping[tuple[str, str], int], ceiling: Mapping[str, float]
+) -> list[Row]:
+    """Ratios compare a contender with the baseline in the same repetition.
+
+    Args:
+        samples: all.
+        bytes_per_token: (place, contender) -> bytes that cross the link.
+        ceiling: direction -> the link's GB/s.
+    """
 
     def key(sample: Sample):
         return sample.setting, sample.direction, sample.contender
@@ -260,10 +370,10 @@ def summarise(samples: Sequence[Sample], bytes_per_token: dict[str, int], ceilin
     rows = []
     for (setting, direction, contender), group in groups.items():
         rates = [setting.tokens / sample.last_layer_ms * 1e3 for sample in group]
-        baseline = [sample.last_layer_ms for sample in groups[setting, direction, BASELINE]]
-        ratios = [base / sample.last_layer_ms for base, sample in zip(baseline, group, strict=True)]
-        rate = statistics.median(rates)
-        gb_per_s = rate * bytes_per_token[contender] / 1e9
+        pairs = list(zip(groups[setting, direction, BASELINE], group, strict=True))
+        ratios = [base.last_layer_ms / sample.last_layer_ms for base, sample in pairs]
+        rate, size = statistics.median(rates), bytes_per_token[setting.place, contender]
+        gb_per_s = rate * size / 1e9
         rows.append(
             Row(
                 setting,
@@ -278,6 +388,8 @@ def summarise(samples: Sequence[Sample], bytes_per_token: dict[str, int], ceilin
                 statistics.median(sample.host_ms for sample in group),
                 statistics.median(ratios),
                 (min(ratios), max(ratios)),
+                size,
+                statistics.median(sample.host_ms / base.host_ms for base, sample in pairs),
             )
         )
     return rows
@@ -286,14 +398,14 @@ def summarise(samples: Sequence[Sample], bytes_per_token: dict[str, int], ceilin
 def table(rows: Sequence[Row], ceiling: dict[str, float]) -> Table:
     links = ", ".join(f"{direction} {rate:.1f} GB/s" for direction, rate in ceiling.items())
     result = Table(title=f"Transfers between L1 and L2; link ceiling: {links}")
-    for heading in ("layout", "page", "pages", "tokens", "direction", "path"):
+    for heading in ("place", "pages", "tokens", "direction", "path"):
         result.add_column(heading)
-    for heading in ("Mtok/s", "GB/s", "of ceiling", "first layer ms", "last layer ms", "host ms", "x BF16", "range"):
+    for heading in ("Mtok/s", "GB/s", "of ceiling", "first ms", "last ms", "host ms", "x BF16", "range"):
         result.add_column(heading, justify="right")
     previous = None
     for row in rows:
         setting = row.setting
-        group = (setting.layout, str(setting.page_size), setting.order, str(setting.tokens), row.direction)
+        group = (setting.place, setting.order, str(setting.tokens), row.direction)
         result.add_row(
             *(group if group != previous else [""] * len(group)),
             row.contender,
@@ -310,27 +422,30 @@ def table(rows: Sequence[Row], ceiling: dict[str, float]) -> Table:
     return result
 
 
-def plot(rows: Sequence[Row], bytes_per_token: dict[str, int], ceiling: dict[str, float], path: Path) -> None:
+def plot(rows: Sequence[Row], ceiling: Mapping[str, float], path: Path) -> None:
     """Tokens a second over the size of the transfer; dashed: the link's ceiling at each path's bytes a token."""
     from matplotlib import pyplot as plt
 
-    places = sorted({row.setting.place for row in rows}, key=lambda place: (place[0] != "page_first", place))
+    places = list(dict.fromkeys((row.setting.place, row.setting.order) for row in rows))
+    contenders = list(dict.fromkeys(row.contender for row in rows))
     figure, axes = plt.subplots(
-        2, len(places), figsize=(4 * len(places), 6.4), sharex=True, sharey=True, squeeze=False, layout="constrained"
+        2, len(places), figsize=(4 * len(places), 6.4), sharex=True, squeeze=False, layout="constrained"
     )
     for (line, direction), (column, place) in itertools.product(enumerate(("restore", "backup")), enumerate(places)):
         axis = axes[line][column]
-        for number, contender in enumerate(bytes_per_token):
-            points = [
-                (row.setting.tokens, row.tokens_per_s / 1e6)
+        for number, contender in enumerate(contenders):
+            found = [
+                row
                 for row in rows
-                if (row.direction, row.contender, row.setting.place) == (direction, contender, place)
+                if (row.direction, row.contender) == (direction, contender)
+                and (row.setting.place, row.setting.order) == place
             ]
-            axis.plot(*zip(*sorted(points), strict=True), marker="o", color=f"C{number}", label=contender)
+            points = sorted((row.setting.tokens, row.tokens_per_s / 1e6) for row in found)
+            axis.plot(*zip(*points, strict=True), marker="o", color=f"C{number}", label=contender)
             if not contender.endswith("PyTorch"):
-                limit = ceiling[direction] * 1e3 / bytes_per_token[contender]
+                limit = ceiling[direction] * 1e3 / found[0].bytes_per_token
                 axis.axhline(limit, linestyle="--", linewidth=1, color=f"C{number}")
-        axis.set(title="{}, {}, page size {}, {}".format(direction, *place), xscale="log", ylim=(0, None))
+        axis.set(title="{}, {}, {}".format(direction, *place), xscale="log", ylim=(0, None))
         axis.grid(alpha=0.3)
     for axis in axes[1]:
         axis.set_xlabel("tokens in the transfer")
@@ -340,43 +455,49 @@ def plot(rows: Sequence[Row], bytes_per_token: dict[str, int], ceiling: dict[str
     save(figure, path)
 
 
-def shape_of(text: str) -> tuple[int, int]:
-    try:
-        heads, dim = map(int, text.split("x"))
-    except ValueError as error:
-        raise click.BadParameter(f"{text!r}; allowed: HEADSxDIM, such as 8x128") from error
-    return heads, dim
-
-
 @click.command(help=__doc__)
-@click.option("--shape", type=shape_of, default="8x128", show_default=True, help="Local KV heads x head width.")
+@click.option(
+    "--place",
+    "places",
+    multiple=True,
+    default=PLACES,
+    show_default=True,
+    callback=lambda _, __, each: tuple(map(Place.parse, each)),
+    help="HEADSxDIM:LAYOUT:PAGE_SIZE, heads being local ones.",
+)
 @click.option("--layers", default=36, show_default=True)
-@click.option("--layout", "layouts", type=click.Choice(LAYOUTS), multiple=True, default=("page_first", "layer_first"))
-@click.option("--page-size", "page_sizes", type=int, multiple=True, default=(64, 1), show_default=True)
-@click.option("--tokens", "sizes", type=int, multiple=True, default=(64, 512, 1024, 4096, 16384), show_default=True)
+@click.option("--tokens", "sizes", type=int, multiple=True, default=(512, 4096, 16384, 32768), show_default=True)
+@click.option("--order", "orders", type=click.Choice(ORDERS), multiple=True, default=("shuffled",), show_default=True)
 @click.option("--repeats", default=15, show_default=True, help="Interleaved rounds of each setting.")
+@click.option(
+    "--variant",
+    "variants",
+    multiple=True,
+    callback=lambda _, __, each: {text: parse_variant(text) for text in each},
+    help="CONSTANT=VALUE,...: one more contender.",
+)
+@click.option("--pytorch", is_flag=True, help="The plain-PyTorch transfer takes part too.")
+@click.option("--own-staging", is_flag=True, help="As where SGLang has none to lend: --max-total-tokens is given.")
 @click.option(
     "--out", type=click.Path(path_type=Path), callback=writable, help="JSON to write; the plot goes beside it as .png."
 )
-def main(shape, layers, layouts, page_sizes, sizes, repeats, out: Path | None) -> None:
+def main(places, layers, sizes, orders, repeats, variants, pytorch, own_staging, out: Path | None) -> None:
     torch.manual_seed(0)
     ceiling, samples, bytes_per_token = Ceiling(), [], {}
-    for layout, page_size in itertools.product(layouts, page_sizes):
-        geometry = KVGeometry(
-            layers=layers, heads=shape[0], head_dim=shape[1], v_head_dim=shape[1], page_size=page_size
-        )
-        bench = Bench(geometry, layout, slots=2 * max(sizes))
-        bytes_per_token = {contender.name: contender.bytes_per_token for contender in bench.contenders}
-        for order in bench.orders:
-            for tokens in sizes:
-                ceiling.measure()
-                samples += bench.run(order, tokens, repeats)
+    began = time.monotonic()
+    for place in places:
+        bench = Bench(place, layers, 2 * max(sizes), variants, pytorch, own_staging)
+        bytes_per_token |= {(str(place), each.name): each.bytes_per_token for each in bench.contenders}
+        for order, tokens in itertools.product(orders, sizes):
+            ceiling.measure()
+            samples += bench.run(order, tokens, repeats)
+            click.echo(f"{time.monotonic() - began:5.0f} s  {place}, {order}, {tokens} tokens", err=True)
         bench.close()
         del bench
         torch.cuda.empty_cache()
     limits = {direction: statistics.median(rates) for direction, rates in ceiling.gb_per_s.items()}
     rows = summarise(samples, bytes_per_token, limits)
-    Console(width=None if sys.stdout.isatty() else 160).print(table(rows, limits))
+    Console(width=None if sys.stdout.isatty() else 180).print(table(rows, limits))
     if out:
         versions = {name: version(name) for name in ("hiqcache", "torch", "triton", "sglang")}
         record = {
@@ -385,14 +506,14 @@ def main(shape, layers, layouts, page_sizes, sizes, repeats, out: Path | None) -
             "cuda": torch.version.cuda,
             "python": platform.python_version(),
             "versions": versions,
-            "shape": {"heads": shape[0], "head_dim": shape[1], "layers": layers},
+            "layers": layers,
             "repeats": repeats,
-            "bytes_per_token": bytes_per_token,
+            "staging": "its own" if own_staging else "SGLang's, where there is one",
             "ceiling_gb_per_s": limits,
             "rows": [asdict(row) for row in rows],
         }
         out.write_text(json.dumps(record, indent=1) + "\n")
-        plot(rows, bytes_per_token, limits, out.with_suffix(".png"))
+        plot(rows, limits, out.with_suffix(".png"))
 
 
 if __name__ == "__main__":

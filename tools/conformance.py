@@ -41,9 +41,9 @@ from hiqcache.representation import HostRepresentation
 from hiqcache.transfer import DeviceRows, make_transfer
 
 VECTORS = Path(__file__).parent.parent / "tests" / "vectors"
-SHAPES = {(8, 128): 1, (3, 64): 4}
-"""(Heads, dim) of the vectors -> page size."""
-BLOCKS = {1: 3, 4: 1}
+SHAPES = {(8, 128): 1, (3, 64): 4, (1, 128): 2}
+"""(Heads, dim) of the vectors -> page size; int8 pads a block of each."""
+BLOCKS = {1: 3, 2: 1, 4: 1}
 """Page size -> blocks of each case."""
 Bits = list[int]
 """BF16 numbers by their bits."""
@@ -83,22 +83,27 @@ def int8_head(head: Bits) -> tuple[list[int], int, Bits]:
     return q, scale_bits, [nearest(number * scale) for number in q]
 
 
-def int8_record(heads: list[Bits]) -> tuple[bytes, list[Bits]]:
-    """Bytes of one token's record, and its decoded heads."""
-    coded = [int8_head(head) for head in heads]
-    payload = b"".join(struct.pack(f"<{len(q)}b", *q) for q, _, _ in coded)
-    scales = struct.pack(f"<{len(coded)}H", *(scale for _, scale, _ in coded))
-    record = payload + scales
-    return record + bytes(-len(record) % 128), [decoded for _, _, decoded in coded]
+Block = list[list[Bits]]
+"""`[page_size][heads]` of heads."""
 
 
-def bf16_record(heads: list[Bits]) -> tuple[bytes, list[Bits]]:
+def int8_block(tokens: Block) -> tuple[bytes, Block]:
+    """Bytes of a block, and its decoded heads: INT8 of all tokens, scales of all tokens, zeros."""
+    coded = [[int8_head(head) for head in heads] for heads in tokens]
+    flat = [head for heads in coded for head in heads]
+    payload = b"".join(struct.pack(f"<{len(q)}b", *q) for q, _, _ in flat)
+    used = payload + struct.pack(f"<{len(flat)}H", *(scale for _, scale, _ in flat))
+    block = used + bytes(-len(used) % math.lcm(128, len(tokens)))
+    return block, [[decoded for _, _, decoded in heads] for heads in coded]
+
+
+def bf16_block(tokens: Block) -> tuple[bytes, Block]:
     """The values as they are."""
-    return b"".join(struct.pack(f"<{len(head)}H", *head) for head in heads), heads
+    return b"".join(struct.pack(f"<{len(head)}H", *head) for heads in tokens for head in heads), tokens
 
 
-RECORDS: dict[str, Callable[[list[Bits]], tuple[bytes, list[Bits]]]] = {"bf16": bf16_record, "int8": int8_record}
-"""Representation -> bytes and decoded heads of one token; a block is page_size of them."""
+FORMATS: dict[str, Callable[[Block], tuple[bytes, Block]]] = {"bf16": bf16_block, "int8": int8_block}
+"""Representation -> bytes and decoded heads of one block."""
 
 
 # What is encoded. ---------------------------------------------------------------------------------------------------
@@ -197,16 +202,15 @@ def expected(name: str, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
     """What a format's definition says of `values`.
 
     Args:
-        name: a key of `RECORDS`.
+        name: a key of `FORMATS`.
         values: `[blocks, page_size, heads, dim]` BF16.
 
     Returns:
         `[blocks, block_bytes]` uint8, and decoded values in the shape of `values`.
     """
     bits = (values.view(torch.int16).int() & 0xFFFF).tolist()
-    records = [[RECORDS[name](token) for token in block] for block in bits]
-    blocks = [list(b"".join(record for record, _ in block)) for block in records]
-    return tensor(blocks, torch.uint8), tensor([[heads for _, heads in block] for block in records], torch.bfloat16)
+    blocks = [FORMATS[name](block) for block in bits]
+    return tensor([list(raw) for raw, _ in blocks], torch.uint8), tensor([each for _, each in blocks], torch.bfloat16)
 
 
 def file_name(name: str, heads: int, dim: int) -> str:
@@ -235,7 +239,7 @@ def generate(out: Path) -> None:
             )
             for case, head in CASES.items()
         }
-        for name in RECORDS:
+        for name in FORMATS:
             tensors = {}
             for case, given in values.items():
                 blocks, decoded = expected(name, given)

@@ -1,0 +1,45 @@
+"""What the transfer benchmark makes of its options and samples, without a GPU."""
+
+import bench_transfer
+import click
+import pytest
+from bench_transfer import BASELINE, Place, Sample, Setting, constants, parse_variant, summarise
+
+from hiqcache.transfer import chunks, copy_engine, cuda, movers
+
+
+def test_places():
+    assert Place.parse("1x128:layer_first:64") == Place(1, 128, "layer_first", 64)
+    assert [str(Place.parse(text)) for text in bench_transfer.PLACES] == list(bench_transfer.PLACES)
+    for text in ("8x128", "8x128:page_first", "8:page_first:64", "8x128:page_head:64"):
+        with pytest.raises(click.BadParameter, match="HEADSxDIM:LAYOUT:PAGE_SIZE"):
+            Place.parse(text)
+
+
+def test_variants_change_constants_and_leave_them_as_they_were():
+    values = parse_variant("SMALL_RESTORE=0,FIRST_GROUP=16M,WANTED_RUN=4K,LATER_GROUPS=0.5/0.5,MANY=7")
+    before = cuda.SMALL_RESTORE, chunks.FIRST_GROUP, movers.CopyEngineMover.WANTED_RUN, chunks.LATER_GROUPS
+    with constants(values):
+        assert (cuda.SMALL_RESTORE, chunks.FIRST_GROUP) == (0, 16 << 20)
+        assert movers.CopyEngineMover.WANTED_RUN == 4096
+        assert (chunks.LATER_GROUPS, copy_engine.MANY) == ((0.5, 0.5), 7)
+        assert [len(group) for group in chunks.layer_groups(36, 8_519_680, 1, 100)] == [2, 17, 17]
+    assert before == (cuda.SMALL_RESTORE, chunks.FIRST_GROUP, movers.CopyEngineMover.WANTED_RUN, chunks.LATER_GROUPS)
+
+
+@pytest.mark.parametrize("text", ["SMALL=1", "FIRST_GROUP", "FIRST_GROUP=many", "layer_groups=1"])
+def test_variants_of_nothing_are_refused(text):
+    with pytest.raises(click.BadParameter, match="CONSTANT=VALUE"):
+        parse_variant(text)
+
+
+def test_ratios_are_of_the_same_repetitions():
+    setting = Setting("8x128:page_first:64", "shuffled", 4096)
+    times = {BASELINE: [(10.0, 1.0), (20.0, 2.0), (40.0, 4.0)], "int8": [(5.0, 0.5), (5.0, 0.5), (10.0, 4.0)]}
+    samples = [Sample(setting, name, "restore", 0.1, last, host) for name, each in times.items() for last, host in each]
+    sizes = {("8x128:page_first:64", BASELINE): 147_456, ("8x128:page_first:64", "int8"): 74_880}
+    rows = {row.contender: row for row in summarise(samples, sizes, {"restore": 55.0})}
+    assert rows[BASELINE].ratio == 1
+    assert (rows["int8"].ratio, rows["int8"].ratio_range) == (4, (2, 4))
+    assert rows["int8"].host_ratio == 0.5
+    assert rows["int8"].gb_per_s == pytest.approx(4096 / 5e-3 * 74_880 / 1e9)
