@@ -146,18 +146,20 @@ def engine(**settings: Any) -> Iterator[EngineServer]:
 
 
 @contextlib.contextmanager
-def http(command: list[str], log: pathlib.Path, port: int, variables: dict[str, str]) -> Iterator[HttpServer]:
-    """A server process, up and healthy; its output goes to `log`."""
+def http(
+    command: list[str], log: pathlib.Path, port: int, variables: dict[str, str], seconds: float = START_SECONDS
+) -> Iterator[HttpServer]:
+    """A server process, up and healthy within `seconds`; its output goes to `log`."""
     url = f"http://127.0.0.1:{port}"
     with log.open("w") as output:
         process = subprocess.Popen(
             command, stdout=output, stderr=subprocess.STDOUT, env=variables, start_new_session=True
         )
     try:
-        deadline = time.monotonic() + START_SECONDS
+        deadline = time.monotonic() + seconds
         while True:
             assert process.poll() is None, f"server stopped with {process.returncode}:\n{log.read_text()[-4000:]}"
-            assert time.monotonic() < deadline, f"server not up in {START_SECONDS} s:\n{log.read_text()[-4000:]}"
+            assert time.monotonic() < deadline, f"server not up in {seconds} s:\n{log.read_text()[-4000:]}"
             with contextlib.suppress(requests.RequestException):
                 if requests.get(f"{url}/health", timeout=5).status_code == 200:
                     break

@@ -332,7 +332,9 @@ def test_refused_pools(info: Any, options: dict[str, Any], message: str):
 
 def test_every_broken_rule_of_a_pool_is_listed():
     with pytest.raises(UnsupportedGeometry) as refused:
-        host_pool(buffer_info(head_num=1, v_head_dim=32, dtype=torch.float16), layout="page_head", tp_size=8)
+        host_pool(
+            buffer_info(head_num=1, head_dim=32, v_head_dim=16, dtype=torch.float16), layout="page_head", tp_size=8
+        )
     flags = [violation.flag for violation in refused.value.violations]
     assert len(flags) == 5  # layout, dtype, widths, and no gain for either width
     assert len({"--hicache-mem-layout", "--kv-cache-dtype bf16 (and --dtype bfloat16)"} & set(flags)) == 2

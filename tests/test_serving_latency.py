@@ -1,5 +1,11 @@
 """What the latency tool makes of its samples and of SGLang's profile."""
 
+import os
+import pathlib
+import subprocess
+import sys
+import time
+
 import pytest
 import serving_latency
 from serving_latency import First, Server
@@ -33,12 +39,57 @@ def test_work_of_the_gpu_counts_overlapping_kernels_once():
 def test_ratios_are_of_the_same_prompts_and_repeats():
     def server(scale: float) -> Server:
         firsts = [First(scale * seconds, 0.0, scale * seconds / 2, 4032, 0) for seconds in (0.01, 0.1, 1.0)]
-        return Server("", None, {4096: firsts}, {4096: firsts}, [[0.01 * scale] * 100, [0.02 * scale] * 100])
+        again = [First(0.004, 0.0, 0.0, 0, 4032)] * 3
+        return Server("", 0, None, {4096: firsts}, {4096: again}, [[0.01 * scale] * 100, [0.02 * scale] * 100])
 
     summary = serving_latency.summary(server(0.5), server(1.0))
     ttft, p99 = summary["ttft_ms"]["4096"], summary["inter_token_ms"]["p99"]
     assert ttft["median"] == pytest.approx(50)
+    assert (ttft["from_l1"], ttft["over_l1"]) == pytest.approx((4, 46))
     assert (ttft["ratio"], *ttft["ratio_interval"]) == pytest.approx((0.5, 0.5, 0.5))
     assert ttft["prefill"] == pytest.approx(25)
     assert p99["repeats"] == pytest.approx([5, 10])
     assert (p99["ratio"], *p99["ratio_range"]) == pytest.approx((0.5, 0.5, 0.5))
+
+
+def test_what_was_not_measured_is_left_out():
+    first = First(0.01, 0.0, 0.005, 4032, 0)
+    server = Server("", 0, None, {4096: [first], 12288: []}, {4096: [first], 12288: []}, [])
+    summary = serving_latency.summary(server, server)
+    assert list(summary["ttft_ms"]) == ["4096"]
+    assert summary["inter_token_ms"] == {}
+
+
+@pytest.mark.parametrize("tokens", [1024, 4096, 12288, 32768])
+def test_a_cycle_of_prompts_is_more_than_l1_holds_and_less_than_l2(tokens):
+    held = serving_latency.cycle(tokens) * tokens
+    assert (serving_latency.cycle(tokens) - 1) * tokens >= serving_latency.L1_TOKENS
+    assert held < serving_latency.L2_GIGABYTES * 10**9 / 147_456
+
+
+def test_every_server_has_every_set_of_cores_in_turn():
+    rounds = [serving_latency.core_sets(range(17), 3, round_) for round_ in range(3)]
+    assert rounds[0] == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9], [10, 11, 12, 13, 14]]
+    for server in range(3):
+        assert {tuple(sets[server]) for sets in rounds} == {tuple(part) for part in rounds[0]}
+    assert serving_latency.core_sets([0, 1], 3, 1) == [[0, 1]] * 3, "too few to share out"
+
+
+def test_threads_of_a_process_group_are_pinned():
+    cores = sorted(os.sched_getaffinity(0))
+    code = (
+        "import threading, time; threading.Thread(target=time.sleep, args=(30,), daemon=True).start(); time.sleep(30)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+    try:
+        tasks = pathlib.Path(f"/proc/{process.pid}/task")
+        deadline = time.monotonic() + 20
+        while len(list(tasks.iterdir())) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        serving_latency.pin(process.pid, cores[:1])
+        assert {tuple(os.sched_getaffinity(int(task.name))) for task in tasks.iterdir()} == {(cores[0],)}
+        assert sorted(os.sched_getaffinity(0)) == cores, "other processes run where they ran"
+    finally:
+        process.kill()
+        process.wait()

@@ -4,11 +4,11 @@
     python tools/check_serving.py --out docs/results/check-serving.json
     python tools/check_serving.py --tp 2 --out docs/results/check-serving-tp2.json   # on two GPUs
 
-Starts real SGLang servers side by side (random weights in Qwen3-8B's KV shape: 36 layers, 8 KV heads x 128), each with
-another page size, host layout and representation. A probe inside each scheduler, so on each tensor-parallel rank,
-encodes what is backed up and decodes what is restored with the representation's plain-PyTorch code on the CPU and
-compares byte for byte. Exits with status 1 if a byte differs, nothing was restored, or a counter is not the format's
-arithmetic.
+Starts real SGLang servers side by side (random weights in Qwen3-8B's KV shape: 36 layers, 8 KV heads x 128; some with
+so few KV heads that each rank has one), each with another page size, host layout and representation. A probe inside
+each scheduler, so on each tensor-parallel rank, encodes what is backed up and decodes what is restored with the
+representation's plain-PyTorch code on the CPU and compares byte for byte. Exits with status 1 if a byte differs,
+nothing was restored, or a counter is not the format's arithmetic.
 """
 
 import json
@@ -55,22 +55,24 @@ class Case:
     layout: str
     sizing: tuple[str, str]
     tp_size: int = 1
+    kv_heads: int = 8
     l1_tokens: int = 8192
     cuda_graphs: bool = True
 
     @property
     def name(self) -> str:
         graphs = "" if self.cuda_graphs else "-no-cuda-graphs"
-        return f"{self.representation}-{self.page_size}-{self.layout}{graphs}"
+        return f"{self.representation}-{self.page_size}-{self.layout}-{self.kv_heads}-heads{graphs}"
 
     @property
     def bytes_per_token(self) -> int:
         """One rank's, from the formats' definition.
 
-        8 or 4 heads x 128 INT8 and as many BF16 scales, padded to 128 bytes; or 8 or 4 heads x 128 BF16.
+        Of each head of a token 128 INT8 and a BF16 scale, a page's together padded to 128 bytes; or 128 BF16.
         """
-        records = {1: {"int8": 1152, "bf16": 2048}, 2: {"int8": 640, "bf16": 1024}}
-        return 2 * LAYERS * records[self.tp_size][self.representation]
+        heads = self.kv_heads // self.tp_size
+        block = {"int8": self.page_size * heads * (128 + 2), "bf16": self.page_size * heads * 128 * 2}
+        return 2 * LAYERS * (-(-block[self.representation] // 128) * 128) // self.page_size
 
     @property
     def host_tokens(self) -> int:
@@ -90,15 +92,25 @@ CASES = {
         Case("int8", 64, "page_first", ("--hicache-ratio", "3"), cuda_graphs=False),
         Case("int8", 1, "layer_first", ("--hicache-ratio", "3")),
         Case("int8", 64, "layer_first", ("--hicache-ratio", "3")),
+        Case("int8", 64, "page_first", ("--hicache-ratio", "3"), kv_heads=1),
         Case("bf16", 64, "page_first", ("--hicache-ratio", "3")),
     ),
     2: (
         Case("int8", 1, "page_first", ("--hicache-size", "8"), tp_size=2),
         Case("int8", 64, "page_first", ("--hicache-ratio", "3"), tp_size=2),
+        Case("int8", 64, "page_first", ("--hicache-ratio", "3"), tp_size=2, kv_heads=2),
+        Case("int8", 16, "layer_first", ("--hicache-ratio", "3"), tp_size=2, kv_heads=2),
         Case("bf16", 64, "page_first", ("--hicache-ratio", "3"), tp_size=2),
     ),
 }
 """Tensor-parallel size -> servers."""
+
+
+def write_config(folder: pathlib.Path, kv_heads: int) -> pathlib.Path:
+    """A model's folder; its weights are random."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(CONFIG | {"num_key_value_heads": kv_heads}))
+    return folder
 
 
 def run(case: Case, model: pathlib.Path, probe: pathlib.Path, scratch: pathlib.Path) -> dict[str, Any]:
@@ -110,7 +122,7 @@ def run(case: Case, model: pathlib.Path, probe: pathlib.Path, scratch: pathlib.P
     if case.tp_size > 1:  # with NCCL alone, which is there wherever two GPUs are
         words += ["--tp-size", str(case.tp_size), "--disable-custom-all-reduce"]
     words += [] if case.cuda_graphs else ["--disable-cuda-graph"]
-    command = launch(model, port, l1_tokens=case.l1_tokens, page_size=case.page_size, memory=0.12, arguments=words)
+    command = launch(model, port, l1_tokens=case.l1_tokens, page_size=case.page_size, memory=0.1, arguments=words)
     variables = environment(HIQCACHE_PROBE=file)
     variables["PYTHONPATH"] = f"{variables.get('PYTHONPATH', '')}:{probe}"
     rng = random.Random(0)
@@ -163,14 +175,12 @@ def main(out: pathlib.Path, tp: str) -> None:
     cases = CASES[int(tp)]
     with tempfile.TemporaryDirectory() as directory:
         scratch = pathlib.Path(directory)
-        model = scratch / "model"
-        model.mkdir()
-        (model / "config.json").write_text(json.dumps(CONFIG))
+        models = {case.kv_heads: write_config(scratch / f"{case.kv_heads}-heads", case.kv_heads) for case in cases}
         probe = pip_install(PROBE, scratch / "probe")
 
         def attempt(case: Case) -> dict[str, Any]:
             try:
-                return run(case, model, probe, scratch)
+                return run(case, models[case.kv_heads], probe, scratch)
             except Exception as error:
                 return {**asdict(case), "passed": False, "error": f"{type(error).__name__}: {error}"}
 

@@ -73,6 +73,7 @@ def launch(
     page_size: int,
     memory: float,
     prefill_graphs: Sequence[int] = (),
+    attention: str = "triton",
     arguments: Sequence[str] = (),
 ) -> list[str]:
     """The command of a server with L1 pinned, on this machine's GPU or, if it has none, its CPU.
@@ -85,13 +86,14 @@ def launch(
         memory: `--mem-fraction-static`; of what is free when the server starts, servers side by side leave the rest.
         prefill_graphs: numbers of new tokens to capture CUDA graphs of prefills for, on a GPU. SGLang's own list takes
             minutes to capture.
+        attention: `--attention-backend` on a GPU.
         arguments: what else to say.
     """
     words = ["--model-path", str(model), "--port", str(port), "--max-total-tokens", str(l1_tokens)]
     words += ["--page-size", str(page_size), *arguments]
     if not torch.cuda.is_available():
         return cpu.command_line(words)
-    words += ["--attention-backend", "triton", "--sampling-backend", "pytorch", "--mem-fraction-static", str(memory)]
+    words += ["--attention-backend", attention, "--sampling-backend", "pytorch", "--mem-fraction-static", str(memory)]
     if prefill_graphs:
         words += ["--cuda-graph-bs-prefill", *map(str, prefill_graphs)]
     else:

@@ -2,16 +2,20 @@
 
 \b
     python tools/serving_latency.py --out docs/results/serving-latency.json --plot docs/results/serving-latency.svg
+    python tools/serving_latency.py --attention-backend flashinfer --prompt 4096 --prompt 12288 --prompt 32768 \\
+        --server stock --server int8 --out docs/results/serving-latency-flashinfer.json
 
-Three SGLang servers share one GPU and are driven one at a time, in turn: SGLang's own BF16 HiCache without the plugin,
-`bf16`, and `int8`. Random weights in Qwen3-8B's shape, page size 64, `page_first`, write-through. Each has processor
-cores of its own and sleeps when idle, so that none slows another's launches.
+SGLang servers share one GPU and are driven one at a time, in turn: SGLang's own BF16 HiCache without the plugin,
+`bf16`, and `int8`. Random weights in Qwen3-8B's shape, page size 64, `page_first`, write-through. Each sleeps when idle
+and has processor cores of its own, so that none slows another's launches. Which cores matters by milliseconds, so they
+go round: with as many repeats as servers, or twice as many, each server has had each set of cores equally often.
 
 \b
-* Time to first token: prompts of 1k, 4k and 12k tokens, more of them than L1 holds, asked for in turn, so that each
-  comes back from L2 (the answer says so, or the sample is refused) but for its last tokens, which are computed. Every
+* Time to first token: prompts of each length, more of them than L1 holds, asked for in turn, so that each comes back
+  from L2 (the answer says so, or the sample is refused) but for its last tokens, which are computed. Every
   server gets a prompt before any gets the next, and ratios compare answers to the same prompt. Then each is asked for
-  the same prompt again, now in L1: what that takes, no restore can save.
+  the same prompt again, now in L1: what that takes, no restore can save. What the first answer took beyond the second
+  is what the restore cost that server.
 * Inter-token latency: a batch of decoding requests, while prompts of 4k tokens arrive at a fixed rate whatever the
   server does (open loop): each restores its prefix from L2, computes a new question and is backed up.
 """
@@ -27,6 +31,7 @@ import statistics
 import subprocess
 import tempfile
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -34,7 +39,7 @@ import aiohttp
 import click
 import numpy as np
 from attrs import define, frozen
-from results import writable
+from results import command_line, writable
 from rich.console import Console
 from rich.table import Table
 from servers import QWEN3_8B, end_servers_on_sigterm, launch, provenance, write_model
@@ -52,8 +57,14 @@ CONFIGURATIONS: dict[str, list[str]] = {
 PREFILL_GRAPHS = (64, 128, 256)
 """New tokens for which CUDA graphs of prefills are captured, as SGLang does by default for many more sizes: without
 them the host's launches, some 40 ms of them, would hide any restore."""
-PROMPTS = {1024: 60, 4096: 14, 12288: 6}
-"""Tokens of a prompt -> prompts in the cycle, a little more than L1 holds."""
+PROMPTS = (1024, 4096, 12288)
+"""Tokens of the prompts, by default."""
+ARRIVAL_TOKENS = 4096
+"""Of the prefixes that are restored beside the decoding batch, and of the prompt that is profiled."""
+L2_GIGABYTES = 20
+START_SECONDS = 560
+"""FlashInfer compiles for minutes where it has not run before."""
+MEASUREMENTS = ("ttft", "inter-token", "profile")
 DECODING, DECODE_TOKENS = 16, 1600
 RATE, SECONDS = 6.0, 8.0
 """Arrivals per second during the inter-token measurement, and its length."""
@@ -65,6 +76,7 @@ class Server:
 
     Attributes:
         url: where it listens.
+        process_group: its processes.
         memory: bytes of GPU memory taken while it started.
         firsts: tokens of a prompt -> its answers, each prompt restored from L2.
         without: the same, each prompt still in L1.
@@ -73,6 +85,7 @@ class Server:
     """
 
     url: str
+    process_group: int
     memory: int | None
     firsts: dict[int, list["First"]]
     without: dict[int, list["First"]]
@@ -97,6 +110,12 @@ class First:
     prefill: float
     from_host: int
     from_device: int
+
+
+def cycle(tokens: int) -> int:
+    """Prompts of `tokens` to ask for in turn, more than L1 holds."""
+    held = L1_TOKENS // tokens
+    return held + max(2, held // 4)
 
 
 def prompt(seed: int, tokens: int) -> list[int]:
@@ -130,7 +149,7 @@ async def decode(session: aiohttp.ClientSession, url: str, tokens: list[int], ga
 async def measure_ttft(servers: list[Server], tokens: int, keep: bool) -> None:
     """One cycle over the prompts of a length."""
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(300)) as session:
-        for number in range(PROMPTS[tokens]):
+        for number in range(cycle(tokens)):
             turn = number % len(servers)
             for server in (*servers[turn:], *servers[:turn]):
                 first = await ask(session, server.url, prompt(number + tokens, tokens))
@@ -159,7 +178,7 @@ async def measure_gaps(server: Server, round_: int) -> None:
         for number in range(int(RATE * SECONDS)):
             await asyncio.sleep(max(0.0, start + number / RATE - time.perf_counter()))
             question = prompt(10**7 + 1000 * round_ + number, 128)
-            prefix = prompt(4096 + number % PROMPTS[4096], 4096)
+            prefix = prompt(ARRIVAL_TOKENS + number % cycle(ARRIVAL_TOKENS), ARRIVAL_TOKENS)
             arrivals.append(asyncio.create_task(ask(session, server.url, [*prefix, *question])))
         found = await asyncio.gather(*arrivals)
         server.gaps.append(list(gaps))
@@ -167,9 +186,11 @@ async def measure_gaps(server: Server, round_: int) -> None:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
         # An arrival whose prefix L2 has lost is computed anew, and its prefill would be what is measured.
-        if min(first.from_host + first.from_device for first in found) < 4096:
-            raise click.ClickException(f"arrivals found no prefix of 4096 tokens: {found}; nothing measured")
-        if statistics.median(first.from_host for first in found) < 2048:
+        if min(first.from_host + first.from_device for first in found) < ARRIVAL_TOKENS:
+            raise click.ClickException(
+                f"arrivals found no prefix of {ARRIVAL_TOKENS} tokens: {found}; nothing measured"
+            )
+        if statistics.median(first.from_host for first in found) < ARRIVAL_TOKENS / 2:
             raise click.ClickException(f"arrivals were not restored from L2: {found}; nothing measured")
     await asyncio.sleep(1)
 
@@ -180,7 +201,7 @@ async def measure_profile(server: Server, folder: pathlib.Path) -> None:
         body = {"output_dir": str(folder), "activities": ["GPU"]}
         async with session.post(f"{server.url}/start_profile", json=body) as answer:
             answer.raise_for_status()
-        first = await ask(session, server.url, prompt(4096, 4096))
+        first = await ask(session, server.url, prompt(ARRIVAL_TOKENS, ARRIVAL_TOKENS))
         async with session.post(f"{server.url}/stop_profile") as answer:
             answer.raise_for_status()
     [trace] = folder.glob("*.trace.json.gz")
@@ -207,18 +228,20 @@ def gpu_work(trace: dict[str, Any]) -> dict[str, Any]:
 
 
 def start(
-    name: str, cores: list[int], model: pathlib.Path, scratch: pathlib.Path, stack: contextlib.ExitStack
-) -> Server:
-    """A server of one configuration, up, on some of the processor's cores."""
+    name: str, attention: str, prompts: tuple[int, ...], model: pathlib.Path, scratch: pathlib.Path,
+    stack: contextlib.ExitStack,
+) -> Server:  # fmt: skip
+    """A server of one configuration, up."""
     port = free_port()
-    words = ["--skip-tokenizer-init", "--load-format", "dummy", "--context-length", "16384", "--enable-metrics"]
+    context = max(16384, *(tokens + 1024 for tokens in prompts))
+    words = ["--skip-tokenizer-init", "--load-format", "dummy", "--context-length", str(context), "--enable-metrics"]
     words += [
         "--cuda-graph-max-bs-decode",
         "32",
         "--sleep-on-idle",
         "--enable-hierarchical-cache",
         "--hicache-size",
-        "16",
+        str(L2_GIGABYTES),
     ]
     words += CONFIGURATIONS[name]
     command = launch(
@@ -228,13 +251,31 @@ def start(
         page_size=PAGE_SIZE,
         memory=0.8,
         prefill_graphs=PREFILL_GRAPHS,
+        attention=attention,
         arguments=words,
     )
-    command = ["taskset", "--cpu-list", ",".join(map(str, cores)), *command]
     variables = environment() | ({"SGLANG_PLUGINS": "none"} if name == "stock" else {})
-    server = stack.enter_context(http(command, scratch / f"{name}.log", port, variables))
-    firsts, without = ({tokens: [] for tokens in PROMPTS} for _ in range(2))
-    return Server(server.url, gpu_memory(server.process_group), firsts, without, [])
+    server = stack.enter_context(http(command, scratch / f"{name}.log", port, variables, START_SECONDS))
+    firsts, without = ({tokens: [] for tokens in prompts} for _ in range(2))
+    return Server(server.url, server.process_group, gpu_memory(server.process_group), firsts, without, [])
+
+
+def core_sets(cores: Sequence[int], servers: int, round_: int) -> list[list[int]]:
+    """The cores of each server in a round: neighbours, which may be halves of one core, and other ones each round."""
+    share = len(cores) // servers
+    if not share:
+        return [list(cores)] * servers
+    parts = [list(cores[share * i : share * (i + 1)]) for i in range(servers)]
+    return [parts[(i + round_) % servers] for i in range(servers)]
+
+
+def pin(process_group: int, cores: Sequence[int]) -> None:
+    """Let every thread of a group of processes run on some cores only."""
+    for process in pathlib.Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(ProcessLookupError, FileNotFoundError):
+            if os.getpgid(int(process.name)) == process_group:
+                for thread in (process / "task").iterdir():
+                    os.sched_setaffinity(int(thread.name), cores)
 
 
 def gpu_memory(process_group: int) -> int | None:
@@ -261,18 +302,25 @@ def summary(server: Server, stock: Server) -> dict[str, Any]:
     out: dict[str, Any] = {"gpu_bytes": server.memory, "ttft_ms": {}, "inter_token_ms": {}, "profile": server.profile}
     for tokens, firsts in server.firsts.items():
         ms = [1e3 * first.seconds for first in firsts]
+        if not firsts:
+            continue
         ratios = [mine.seconds / its.seconds for mine, its in zip(firsts, stock.firsts[tokens], strict=True)]
+        restoring = [
+            1e3 * (first.seconds - again.seconds) for first, again in zip(firsts, server.without[tokens], strict=True)
+        ]
         out["ttft_ms"][str(tokens)] = {
             "median": statistics.median(ms),
             "interval": interval(ms, np.median),
             "queued": statistics.median(1e3 * first.queued for first in firsts),
             "prefill": statistics.median(1e3 * first.prefill for first in firsts),
             "from_l1": statistics.median(1e3 * again.seconds for again in server.without[tokens]),
+            "over_l1": statistics.median(restoring),
+            "over_l1_interval": interval(restoring, np.median),
             "ratio": statistics.median(ratios),
             "ratio_interval": interval(ratios, np.median),
             "samples": len(ms),
         }
-    for percentile in (50, 99):
+    for percentile in (50, 99) if server.gaps else ():
         each, its = ([1e3 * float(np.percentile(gaps, percentile)) for gaps in of.gaps] for of in (server, stock))
         ratios = [mine / other for mine, other in zip(each, its, strict=True)]
         out["inter_token_ms"][f"p{percentile}"] = {
@@ -290,18 +338,20 @@ def plot(result: dict[str, Any], path: pathlib.Path) -> None:
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
     servers = result["servers"]
+    prompts = list(servers["stock"]["ttft_ms"])
+    percentiles = list(servers["stock"]["inter_token_ms"])
     for index, (name, data) in enumerate(servers.items()):
-        medians = [data["ttft_ms"][str(tokens)]["median"] for tokens in PROMPTS]
-        places = np.arange(len(PROMPTS)) + 0.27 * (index - 1)
+        medians = [data["ttft_ms"][tokens]["median"] for tokens in prompts]
+        places = np.arange(len(prompts)) + 0.27 * (index - 1)
         left.bar(places, medians, 0.25, label=name)
-        hits = [data["ttft_ms"][str(tokens)]["from_l1"] for tokens in PROMPTS]
+        hits = [data["ttft_ms"][tokens]["from_l1"] for tokens in prompts]
         left.hlines(hits, places - 0.125, places + 0.125, colors="black", label=None if index else "from L1")
-        values = [data["inter_token_ms"][p]["median"] for p in ("p50", "p99")]
-        spread = [np.ptp(data["inter_token_ms"][p]["repeats"]) / 2 for p in ("p50", "p99")]
-        right.bar(np.arange(2) + 0.27 * (index - 1), values, 0.25, yerr=spread, capsize=3, label=name)
-    left.set_xticks(range(len(PROMPTS)), [f"{tokens:,}" for tokens in PROMPTS])
+        values = [data["inter_token_ms"][p]["median"] for p in percentiles]
+        spread = [np.ptp(data["inter_token_ms"][p]["repeats"]) / 2 for p in percentiles]
+        right.bar(np.arange(len(values)) + 0.27 * (index - 1), values, 0.25, yerr=spread, capsize=3, label=name)
+    left.set_xticks(range(len(prompts)), [f"{int(tokens):,}" for tokens in prompts])
     left.set(xlabel="prompt tokens, restored from L2", ylabel="time to first token, ms")
-    right.set_xticks(range(2), ["p50", "p99"])
+    right.set_xticks(range(len(percentiles)), percentiles)
     right.set(ylabel="inter-token latency, ms", title=f"{DECODING} decoding, {RATE:g} restores/s")
     left.legend()
     save(figure, path)
@@ -313,61 +363,84 @@ def plot(result: dict[str, Any], path: pathlib.Path) -> None:
     "--plot", "picture", type=click.Path(path_type=pathlib.Path), callback=writable, help="SVG or PNG to write."
 )
 @click.option("--repeats", default=3, show_default=True, help="Rounds of every measurement.")
-def main(out: pathlib.Path, picture: pathlib.Path | None, repeats: int) -> None:
+@click.option("--attention-backend", type=click.Choice(("triton", "flashinfer")), default="triton", show_default=True)
+@click.option(
+    "--prompt", "prompts", type=int, multiple=True, default=PROMPTS, show_default=True, help="Tokens of a prompt."
+)
+@click.option(
+    "--server",
+    "names",
+    type=click.Choice(list(CONFIGURATIONS)),
+    multiple=True,
+    default=list(CONFIGURATIONS),
+    show_default=True,
+    callback=lambda _, __, names: ["stock", *(name for name in names if name != "stock")],
+    help="Beside stock.",
+)
+@click.option("--measure", type=click.Choice(MEASUREMENTS), multiple=True, default=MEASUREMENTS, show_default=True)
+def main(
+    out: pathlib.Path, picture: pathlib.Path | None, repeats: int, attention_backend: str, prompts: tuple[int, ...],
+    names: list[str], measure: tuple[str, ...],
+) -> None:  # fmt: skip
     end_servers_on_sigterm()
     began = time.monotonic()
 
     def progress(text: str) -> None:
         click.echo(f"{time.monotonic() - began:5.0f} s  {text}", err=True)
 
+    settings = {
+        "attention_backend": attention_backend,
+        "page_size": PAGE_SIZE,
+        "l1_tokens": L1_TOKENS,
+        "l2_gigabytes": L2_GIGABYTES,
+        "decoding": DECODING,
+        "arrivals_per_s": RATE,
+        "prefill_graphs": PREFILL_GRAPHS,
+        "seconds": SECONDS,
+        "repeats": repeats,
+    }
     with contextlib.ExitStack() as stack:
         scratch = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
         model = write_model(scratch / "model", QWEN3_8B)
-        progress("starting servers, 90 s")
-        cores = sorted(os.sched_getaffinity(0))
-        share = max(1, len(cores) // len(CONFIGURATIONS))  # neighbours, which may be halves of one core
-        parts = {name: cores[share * i : share * (i + 1)] or cores for i, name in enumerate(CONFIGURATIONS)}
+        progress("starting servers, 90 s, and minutes more where kernels have to be compiled")
         with ThreadPoolExecutor() as pool:
-            started = pool.map(lambda name: start(name, parts[name], model, scratch, stack), CONFIGURATIONS)
-            servers = dict(zip(CONFIGURATIONS, started, strict=True))
-        order = list(servers.values())
+            started = pool.map(lambda name: start(name, attention_backend, prompts, model, scratch, stack), names)
+            servers = dict(zip(names, started, strict=True))
+        cores, order = sorted(os.sched_getaffinity(0)), list(servers.values())
         for round_ in range(repeats + 1):
-            for tokens in PROMPTS:
+            for server, part in zip(servers.values(), core_sets(cores, len(servers), round_), strict=True):
+                pin(server.process_group, part)
+            for tokens in prompts if "ttft" in measure else ():
                 progress(
                     f"round {round_} of {repeats}{'' if round_ else ', to warm up'}: time to first of {tokens} tokens"
                 )
                 asyncio.run(measure_ttft(order, tokens, keep=False))
                 asyncio.run(measure_ttft(order, tokens, keep=round_ > 0))
-            progress(f"round {round_} of {repeats}: inter-token latency")
-            asyncio.run(measure_ttft(order, 4096, keep=False))  # the prefixes of the arrivals into every L2
-            for server in order:
-                asyncio.run(measure_gaps(server, round_))
-                if round_ == 0:
-                    server.gaps.clear()
+            if "inter-token" in measure:
+                progress(f"round {round_} of {repeats}: inter-token latency")
+                asyncio.run(measure_ttft(order, ARRIVAL_TOKENS, keep=False))  # the arrivals' prefixes into every L2
+                for server in order:
+                    asyncio.run(measure_gaps(server, round_))
+                    if round_ == 0:
+                        server.gaps.clear()
             order.append(order.pop(0))
             if round_ > 0:
-                write(report(servers, round_), out, picture)
-        progress("profiles")
-        asyncio.run(measure_ttft(order, 4096, keep=False))
-        for name, server in servers.items():
-            asyncio.run(measure_profile(server, scratch / f"profile-{name}"))
-        write(report(servers, repeats), out, picture)
-    show(report(servers, repeats))
+                write(report(servers, settings), out, picture)
+        if "profile" in measure:
+            progress("profiles")
+            asyncio.run(measure_ttft(order, ARRIVAL_TOKENS, keep=False))
+            for name, server in servers.items():
+                asyncio.run(measure_profile(server, scratch / f"profile-{name}"))
+            write(report(servers, settings), out, picture)
+    show(report(servers, settings))
 
 
-def report(servers: dict[str, Server], repeats: int) -> dict[str, Any]:
+def report(servers: dict[str, Server], settings: dict[str, Any]) -> dict[str, Any]:
     """What goes to the file."""
     return {
         "what": "time to first token after a restore from L2, and inter-token latency beside restores",
-        **provenance(f"python tools/serving_latency.py --repeats {repeats}"),
-        "settings": {
-            "page_size": PAGE_SIZE,
-            "l1_tokens": L1_TOKENS,
-            "decoding": DECODING,
-            "arrivals_per_s": RATE,
-            "prefill_graphs": PREFILL_GRAPHS,
-            "seconds": SECONDS,
-        },
+        **provenance(command_line()),
+        "settings": settings,
         "servers": {name: summary(server, servers["stock"]) for name, server in servers.items()},
     }
 
@@ -381,15 +454,16 @@ def write(result: dict[str, Any], out: pathlib.Path, picture: pathlib.Path | Non
 
 def show(result: dict[str, Any]) -> None:
     """A table, beside stock."""
+    servers = result["servers"].values()
     table = Table("", *result["servers"])
-    for tokens in map(str, PROMPTS):
-        cells = [data["ttft_ms"][tokens] for data in result["servers"].values()]
+    for tokens in result["servers"]["stock"]["ttft_ms"]:
+        cells = [data["ttft_ms"][tokens] for data in servers]
         table.add_row(f"TTFT {tokens}", *(f"{cell['median']:.1f} ms ({cell['ratio']:.2f}x)" for cell in cells))
-        table.add_row("  from L1", *(f"{cell['from_l1']:.1f} ms" for cell in cells))
-    for p in ("p50", "p99"):
-        cells = [data["inter_token_ms"][p] for data in result["servers"].values()]
+        table.add_row("  from L1", *(f"{cell['from_l1']:.1f} ms (then +{cell['over_l1']:.1f})" for cell in cells))
+    for p in result["servers"]["stock"]["inter_token_ms"]:
+        cells = [data["inter_token_ms"][p] for data in servers]
         table.add_row(f"inter-token {p}", *(f"{cell['median']:.2f} ms ({cell['ratio']:.2f}x)" for cell in cells))
-    memory = [data["gpu_bytes"] for data in result["servers"].values()]
+    memory = [data["gpu_bytes"] for data in servers]
     table.add_row("GPU memory", *("unknown" if taken is None else f"{taken / 1e9:.2f} GB" for taken in memory))
     Console(width=120).print(table)
 
