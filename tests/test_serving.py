@@ -263,7 +263,7 @@ def test_http_int8(tiny: pathlib.Path, prompts: list[list[int]], probing: pathli
         attached = server.put("/hicache/storage-backend", {"hicache_storage_backend": "file"})
         assert "hiqcache: L2 holds 'int8' pages" in attached
         one(server, prompts[0])
-    assert log.read_text().count("hiqcache: L2 holds KV as int8: 2,048 bytes per token") == 1
+    assert log.read_text().count("hiqcache: L2 holds KV as int8: 1,600 bytes per token") == 1
     check_bytes(probing)
 
 
