@@ -90,9 +90,7 @@ class CudaTransfer(Transfer):
                     f"device rows at {tensor.data_ptr():#x} with strides {tensor.stride()}; needed: contiguous rows at "
                     "a multiple of 16 bytes"
                 )
-        super().__init__(rows.device)
-        self._device = rows.device
-        self._page_size = representation.geometry.page_size
+        super().__init__(rows.device, representation.geometry.page_size)
         self._layers = representation.geometry.layers
         self._layer_bytes = sum(layout.block_bytes for layout in representation.layouts.values())
         self._codec = BlockCodec(representation, rows)
@@ -129,7 +127,7 @@ class CudaTransfer(Transfer):
         self._own_bytes += wanted
         return torch.empty(wanted, dtype=torch.uint8, device=self._device)
 
-    def backup(self, host_indices: torch.Tensor, device_indices: torch.Tensor) -> None:
+    def _backup(self, host_indices: torch.Tensor, device_indices: torch.Tensor) -> None:
         mover = self._mover_for(host_indices)
         pages, slots = mover.locate(host_indices), device_indices.reshape(-1, self._page_size)
         lane, current = self._backup_lane, torch.cuda.current_stream(self._device)
@@ -142,7 +140,7 @@ class CudaTransfer(Transfer):
                 lane.relay(current, encode, lane.stream, move)
         lane.join(current)
 
-    def restore(self, layer: int, host_indices: torch.Tensor, device_indices: torch.Tensor) -> None:
+    def _restore(self, layer: int, host_indices: torch.Tensor, device_indices: torch.Tensor) -> None:
         lane = self._restore_lane
         if layer == 0:
             self._restoring = self._begin_restore(host_indices, device_indices)
