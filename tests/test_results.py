@@ -1,10 +1,15 @@
-"""What the tools' `report` and `plot` say of a file that none of them wrote."""
+"""Committed results, and what the tools' `report` and `plot` say of a file that none of them wrote."""
 
 import importlib
+import json
 import pathlib
+import shlex
 
 import pytest
 from click.testing import CliRunner
+
+REPOSITORY = pathlib.Path(__file__).parents[1]
+RESULTS = sorted((REPOSITORY / "docs" / "results").glob("*.json"))
 
 
 @pytest.mark.parametrize("arguments", [["experiment", "report"], ["quality", "report"], ["error_sources", "report"]])
@@ -43,7 +48,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_any_work(command: list[
     ("tool", "file"), [("quality", "quality-smollm2-h200.json"), ("error_sources", "error-sources-smollm2.json")]
 )
 def test_a_picture_that_cannot_be_written_is_a_sentence(tool: str, file: str, tmp_path: pathlib.Path):
-    result = pathlib.Path(__file__).parents[1] / "docs" / "results" / file
+    result = REPOSITORY / "docs" / "results" / file
     out = tmp_path / "missing" / "plot.svg"
     answer = CliRunner().invoke(importlib.import_module(tool).main, ["plot", str(result), "--out", str(out)])
     assert answer.exit_code == 1
@@ -80,3 +85,26 @@ def test_the_command_in_a_result_names_no_folder_of_the_machine(monkeypatch):
     results = importlib.import_module("results")
     monkeypatch.setattr("sys.argv", ["/home/somebody/tools/experiment.py", "run", "--out", "/home/somebody/out", "a b"])
     assert results.command_line() == "python tools/experiment.py run --out out 'a b'"
+
+
+@pytest.mark.parametrize("file", RESULTS, ids=lambda file: file.stem)
+def test_every_result_names_the_command_that_makes_it(file: pathlib.Path):
+    result = json.loads(file.read_text())
+    assert "command" in result, "no command of this repository made it"
+    program, first, *_ = shlex.split(result["command"])
+    script = first if program == "python" else f"hiqcache/commands/{first}.py"
+    assert program in ("python", "hiqcache")
+    assert (REPOSITORY / script).is_file(), f"{script} is not in this repository"
+    assert script.startswith(("tools/", "hiqcache/"))
+
+
+def test_every_picture_is_of_a_result():
+    pictures = [file for file in (REPOSITORY / "docs" / "results").iterdir() if file.suffix != ".json"]
+    assert pictures
+    assert not {picture.stem for picture in pictures} - {result.stem for result in RESULTS}
+
+
+def test_every_result_is_on_a_page():
+    pages = [REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md")]
+    text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
+    assert not [file.name for file in RESULTS if f"results/{file.name}" not in text]

@@ -78,9 +78,7 @@ class CudaTransfer(Transfer):
                     f"device rows at {tensor.data_ptr():#x} with strides {tensor.stride()}; needed: contiguous rows at "
                     "a multiple of 16 bytes"
                 )
-        super().__init__(rows.device)
-        self._device = rows.device
-        self._page_size = representation.geometry.page_size
+        super().__init__(rows.device, representation.geometry.page_size)
         self._layers = representation.geometry.layers
         self._cell_bytes = arena.shape.cell_bytes
         self._codec = BlockCodec(representation, arena.shape, rows)
@@ -114,7 +112,7 @@ class CudaTransfer(Transfer):
         self._own_bytes += wanted
         return torch.empty(wanted, dtype=torch.uint8, device=self._device)
 
-    def backup(self, host_indices: torch.Tensor, device_indices: torch.Tensor) -> None:
+    def _backup(self, host_indices: torch.Tensor, device_indices: torch.Tensor) -> None:
         lane, current = self._backup_lane, torch.cuda.current_stream(self._device)
         slots = device_indices.reshape(-1, self._page_size)
         pages = len(slots)
@@ -134,7 +132,7 @@ class CudaTransfer(Transfer):
                 lane.give_back(lane.stream)
         lane.join(current)
 
-    def restore(self, layer: int, host_indices: torch.Tensor, device_indices: torch.Tensor) -> None:
+    def _restore(self, layer: int, host_indices: torch.Tensor, device_indices: torch.Tensor) -> None:
         lane = self._restore_lane
         if layer == 0:
             self._restoring = self._begin_restore(host_indices, device_indices)

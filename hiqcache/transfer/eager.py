@@ -24,10 +24,9 @@ class EagerTransfer(Transfer):
     """
 
     def __init__(self, representation: HostRepresentation, arena: HostArena, rows: DeviceRows):
-        super().__init__(rows.device)
+        super().__init__(rows.device, representation.geometry.page_size)
         self._representation = representation
         self._rows = rows
-        self._page_size = representation.geometry.page_size
         self._chunk = max(1, CHUNK_TOKENS // self._page_size)
         self._share = 1 / (len(Part) * representation.geometry.layers)
         """What one part and layer is of a token."""
@@ -56,7 +55,7 @@ class EagerTransfer(Transfer):
         staging = (*self._backup_staging.values(), *self._restore_staging.values())
         return sum(buffer.nbytes for pair in staging for buffer in pair)
 
-    def backup(self, host_indices: torch.Tensor, device_indices: torch.Tensor) -> None:
+    def _backup(self, host_indices: torch.Tensor, device_indices: torch.Tensor) -> None:
         for pages, slots in self._chunks(host_indices, device_indices):
             for part in Part:
                 values, blocks = (buffer[: len(pages)] for buffer in self._backup_staging[part])
@@ -67,7 +66,7 @@ class EagerTransfer(Transfer):
                     self.encode_clock.stop(len(slots) * self._share)
                     self._blocks[part][layer].index_copy_(0, pages, blocks)
 
-    def restore(self, layer: int, host_indices: torch.Tensor, device_indices: torch.Tensor) -> None:
+    def _restore(self, layer: int, host_indices: torch.Tensor, device_indices: torch.Tensor) -> None:
         for pages, slots in self._chunks(host_indices, device_indices):
             for part in Part:
                 values, blocks = (buffer[: len(pages)] for buffer in self._restore_staging[part])
