@@ -199,7 +199,7 @@ def main() -> None:
         print(f"{len(FAULTS)} faults found")
     else:
         for setting in SETTINGS:
-            tally = stressed(setting, rounds=8)
+            tally = stressed(setting, rounds=6)
             print(f"{setting}: {tally}", flush=True)
             assert not tally.wrong
             assert tally.pages_restored

@@ -300,7 +300,8 @@ class Stress:
         none = torch.empty(0, dtype=torch.int64)
         self._last = (none, none), (none, none)
         """Host pages and pages of rows of the latest backup, and of the latest restore."""
-        self._in_flight: deque[tuple[list[Any], tuple[Indices, Indices]]] = deque()
+        self._in_flight: deque[tuple[list[Any], list[Indices]]] = deque()
+        """Of each round, the events at which it ends, and what must not be freed before."""
         device.synchronize()
 
     @property
@@ -323,22 +324,22 @@ class Stress:
     def round(self) -> None:
         """Enqueue a backup and a restore of other pages, one or the other first."""
         last_down, last_up = self._last
-        unused = torch.ones(len(self._content), dtype=torch.bool), torch.ones(self._row_pages, dtype=torch.bool)
+        unused, unused_rows = (torch.ones(count, dtype=torch.bool) for count in (len(self._content), self._row_pages))
         count = self._size()
-        host, rows = self._pick(count, unused[0], last_up[0]), self._pick(count, unused[1], last_up[1])
+        host, rows = self._pick(count, unused, last_up[0]), self._pick(count, unused_rows, last_up[1])
         # What a page will hold must differ from what it holds.
         known = torch.randint(self._bank.pages - 1, (count,), generator=self._generator)
-        down = self._indices(host, rows, (self._content[host] + 1 + known) % self._bank.pages)
-        unused[0][host] = unused[1][rows] = False
-        unused[0][self._content < 0] = False
-        count = min(self._size(), int(unused[0].sum()))
-        host, rows = self._pick(count, unused[0], last_down[0]), self._pick(count, unused[1], last_down[1])
-        up = self._indices(host, rows, self._content[host])
+        moves = [(self._backup, self._indices(host, rows, (self._content[host] + 1 + known) % self._bank.pages))]
+        unused[host] = unused_rows[rows] = False
+        unused[self._content < 0] = False
+        self._last = (host, rows), last_up
+        if count := min(self._size(), int(unused.sum())):
+            host, rows = self._pick(count, unused, last_down[0]), self._pick(count, unused_rows, last_down[1])
+            moves.append((self._restore, self._indices(host, rows, self._content[host])))
+            self._last = self._last[0], (host, rows)
 
-        moves = [(self._backup, down), (self._restore, up)] if count else [(self._backup, down)]
         self._dice.shuffle(moves)
-        self._in_flight.append(([move(indices) for move, indices in moves], (down, up)))
-        self._last = (down.host, down.rows), (up.host, up.rows)
+        self._in_flight.append(([move(indices) for move, indices in moves], [indices for _, indices in moves]))
         self.tally.rounds += 1
         if len(self._in_flight) > IN_FLIGHT:
             ends, _ = self._in_flight.popleft()
