@@ -288,6 +288,8 @@ class Bench:
         where = contender.backup_slots_on if direction == "backup" else contender.restore_slots_on
         transfers = [L2Transfer(contender.pool, self.device_pool, host.to(where), device)]
         events = [torch.cuda.Event(enable_timing=True) for _ in range(self.geometry.layers)]
+        for event in events:  # the first record creates it, and SGLang keeps its own
+            event.record()
         torch.cuda.synchronize()
         begin = time.perf_counter()
         if direction == "backup":

@@ -7,16 +7,16 @@ it cost the host few calls, while SGLang's scheduler waits for them to be enqueu
 from collections.abc import Iterator
 from itertools import accumulate
 
-FIRST_GROUP = 12 << 20
+FIRST_GROUP = 6 << 20
 """Encoded bytes of a restore's first group of layers, or one layer if that is more."""
 LATER_GROUPS = (0.7, 0.3)
 """Shares of the other layers that the later groups of a restore take. The last one is small because SGLang computes
 its layers after everything has arrived."""
 SHORT = 64 << 20
 """Encoded bytes up to which the layers after the first group are one group."""
-FIRST_CHUNK = 8 << 20
+FIRST_CHUNK = 16 << 20
 """Encoded bytes that a backup begins with, or one page if that is more."""
-GROWTH = 2
+GROWTH = 4
 """How many times larger each chunk of a backup is than the one before it."""
 
 

@@ -28,11 +28,6 @@ from hiqcache.transfer.movers import CopyEngineMover, KernelMover, Mover
 BACKUP_STAGING, RESTORE_STAGING = 32 << 20, 96 << 20
 """Bytes of staging for each direction, where the caller brings none. More of it means fewer chunks and so less of the
 host's time, for which the request behind a restore waits and the one behind a backup does not."""
-SMALL_BACKUP, SMALL_RESTORE = 64 << 20, 64 << 20
-"""Encoded bytes up to which a transfer is moved by the kernel, one launch of which costs the host less than a batch of
-copies does: the host's time is what limits small transfers."""
-FIRST_BY_KERNEL = False
-"""Whether the kernel moves the first group of layers of a restore whatever its size: one launch for all pages."""
 
 
 def obstacle(representation: HostRepresentation) -> str | None:
@@ -116,8 +111,7 @@ class CudaTransfer(Transfer):
         lane, current = self._backup_lane, torch.cuda.current_stream(self._device)
         slots = device_indices.reshape(-1, self._page_size)
         pages = len(slots)
-        small = pages * self._layers * self._cell_bytes <= SMALL_BACKUP
-        mover = lane.kernel if small or lane.copies is None or host_indices.is_cuda else lane.copies
+        mover = lane.kernel if lane.copies is None or host_indices.is_cuda else lane.copies
         mover.locate(host_indices)
         step = min(self._layers, lane.capacity // self._cell_bytes)
         for first in range(0, self._layers, step):
@@ -165,13 +159,11 @@ class CudaTransfer(Transfer):
         layer_bytes = len(slots) * self._cell_bytes
         if not layer_bytes:
             return _Restore(slots, {})
-        copies = lane.copies
-        if host_indices.is_cuda or self._layers * layer_bytes <= SMALL_RESTORE:
-            copies = None
+        copies = None if host_indices.is_cuda else lane.copies
         groups = {}
         most = lane.capacity // self._cell_bytes
         for layers in layer_groups(self._layers, layer_bytes, lane.kernel.run_layers, most):
-            by_kernel = copies is None or len(layers) < copies.run_layers or (FIRST_BY_KERNEL and layers.start == 0)
+            by_kernel = copies is None or len(layers) < copies.run_layers
             groups[layers.start] = lane.kernel if by_kernel else copies, layers
         for mover in {mover for mover, _ in groups.values()}:
             mover.locate(host_indices)
