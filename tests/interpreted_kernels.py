@@ -24,6 +24,12 @@ from hiqcache.registry import get
 from hiqcache.transfer import chunks, copy_engine, cuda, movers
 
 LAYERS = 7
+MOVERS = {
+    "copy engine": {movers.CopyEngineMover},
+    "kernel": {movers.KernelMover},
+    "both": {movers.CopyEngineMover, movers.KernelMover},
+}
+"""Path -> what moves the groups of layers of a restore."""
 
 
 class Memmoves:
@@ -43,7 +49,7 @@ class Memmoves:
 
 
 @contextlib.contextmanager
-def on_the_cpu(path: str, staging: int):
+def on_the_cpu(path: str, staging: int, cell_bytes: int):
     """What `CudaTransfer` needs of a GPU, and constants that make a small transfer take one path in many chunks."""
     with contextlib.ExitStack() as stack:
         for name in ("Stream", "Event", "current_stream", "device"):
@@ -51,21 +57,18 @@ def on_the_cpu(path: str, staging: int):
         stack.enter_context(mock.patch.object(movers, "CopyEngine", Memmoves))
         stack.enter_context(mock.patch.object(copy_engine, "available", return_value=True))
         constants = {
-            (cuda, "SMALL_BACKUP"): 0,
-            (cuda, "SMALL_RESTORE"): 0,
-            (cuda, "FIRST_BY_KERNEL"): path == "both",
             (cuda, "BACKUP_STAGING"): staging,
             (cuda, "RESTORE_STAGING"): staging,
             (chunks, "FIRST_GROUP"): 1,
             (chunks, "FIRST_CHUNK"): 1,
-            (chunks, "SHORT"): 0,
+            (chunks, "SHORT"): chunks.SHORT if path == "both" else 0,
             (movers, "PROGRAMS"): 2,
             (movers, "LINES"): 64,
+            (movers.KernelMover, "WANTED_RUN"): 1 if path == "both" else movers.KernelMover.WANTED_RUN,
+            (movers.CopyEngineMover, "WANTED_RUN"): {"copy engine": 1, "kernel": 1 << 40, "both": cell_bytes + 1}[path],
         }
-        for (module, name), value in constants.items():
-            stack.enter_context(mock.patch.object(module, name, value))
-        wanted = 1 << 40 if path == "kernel" else 1
-        stack.enter_context(mock.patch.object(movers.CopyEngineMover, "WANTED_RUN", wanted))
+        for (owner, name), value in constants.items():
+            stack.enter_context(mock.patch.object(owner, name, value))
         yield
 
 
@@ -100,7 +103,7 @@ def check(case: Case) -> None:
     arena = HostArena(shape, noise)
     rows = transfers.random_rows(geometry, (case.pages + 3) * page_size, generator)
     Memmoves.calls = 0
-    with on_the_cpu(case.path, 2 * case.staged * shape.cell_bytes):
+    with on_the_cpu(case.path, 2 * case.staged * shape.cell_bytes, shape.cell_bytes):
         transfer = cuda.CudaTransfer(representation, arena, rows)
         for lane in (transfer._backup_lane, transfer._restore_lane):
             for half in lane.halves:
@@ -122,6 +125,8 @@ def check(case: Case) -> None:
             assert transfers.same_bits(rows.of(part)[layer], restored.of(part)[layer]), f"after all, {part}, {layer}"
         assert torch.equal(arena.buffer, expected), "a restore writes nothing to the host"
     assert bool(Memmoves.calls) == (case.path != "kernel"), "it took another path"
+    by = {type(mover) for mover, _ in transfer._restoring.groups.values()}
+    assert by == MOVERS[case.path], "a restore took another path"
 
 
 CASES = [

@@ -23,11 +23,15 @@ from stress_transfer import Device, Scale, Setting, Stress, Tally
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterOptions
 
-from hiqcache.transfer import copy_engine, cuda, movers
+from hiqcache.arena import ArenaShape
+from hiqcache.registry import get
+from hiqcache.transfer import chunks, copy_engine, cuda, movers
 from hiqcache.transfer.cuda import CudaTransfer
 from hiqcache.transfer.launch import Launcher
+from hiqcache.transfer.movers import KernelMover
 
 LAYERS = 3
+LOCATE = KernelMover.locate
 SETTINGS = (
     Setting(2, "page_first", "int8", 3, 64, LAYERS, "own"),
     Setting(1, "layer_first", "bf16", 3, 64, LAYERS, "own"),
@@ -140,7 +144,13 @@ def launch(launcher: Launcher, grid: tuple[int, int, int], stream: Stream | None
         stream.enqueue(run)
 
 
-def copy_batch(copies: object, stream: Stream, to_host: bool) -> None:
+def locate(mover: KernelMover, host_indices: torch.Tensor) -> None:
+    """Instead of `KernelMover.locate`, which works on the current stream."""
+    assert gpu.current_stream
+    gpu.current_stream.enqueue(LOCATE, mover, host_indices)
+
+
+def copy_batch(copies: object, stream: Stream, attributes: object) -> None:
     """Instead of the driver's."""
     for to, source, size in copies.T.tolist():  # type: ignore[attr-defined]
         stream.enqueue(ctypes.memmove, to, source, size)
@@ -149,18 +159,20 @@ def copy_batch(copies: object, stream: Stream, to_host: bool) -> None:
 def stressed(setting: Setting, rounds: int, fault: str = "") -> Tally:
     """Some rounds, or as many as it takes to find a fault that is planted."""
     gpu.start(seed=0)
-    token_bytes = 2 * 256 if setting.representation == "int8" else 2 * 384
-    layer_bytes = setting.page_size * token_bytes
-    scale = Scale(transfer_bytes=10 * LAYERS * layer_bytes, bank_tokens=16, layers=LAYERS)
+    cell_bytes = ArenaShape.of(get(setting.representation)(setting.geometry), 1, setting.layout).cell_bytes
+    scale = Scale(transfer_bytes=10 * LAYERS * cell_bytes, bank_tokens=16, layers=LAYERS)
     with (
-        # Transfers of some pages meet all that is made for large ones: several chunks, and both movers.
-        patch.object(cuda, "BACKUP_STAGING", 12 * layer_bytes),
-        patch.object(cuda, "RESTORE_STAGING", 10 * layer_bytes),
-        patch.object(cuda, "FIRST_BYTES", 2 * layer_bytes),
-        patch.object(cuda, "SMALL", 3 * LAYERS * layer_bytes),
-        patch.object(movers.CopyEngineMover, "WANTED_RUN", layer_bytes),
+        # Transfers of some pages meet all that is made for large ones: several chunks, both movers in one restore (the
+        # kernel for its first layer), and copies on two streams.
+        patch.object(cuda, "BACKUP_STAGING", 12 * cell_bytes),
+        patch.object(cuda, "RESTORE_STAGING", 10 * cell_bytes),
+        patch.object(chunks, "FIRST_GROUP", cell_bytes),
+        patch.object(chunks, "FIRST_CHUNK", cell_bytes),
+        patch.object(movers.CopyEngineMover, "WANTED_RUN", 2 * cell_bytes),
+        patch.object(KernelMover, "WANTED_RUN", cell_bytes),
+        patch.object(KernelMover, "locate", locate),
         patch.object(movers, "PROGRAMS", 1),
-        patch.object(copy_engine, "MANY", 4),
+        patch.object(copy_engine, "MANY", 2),
         patch.object(copy_engine, "available", lambda: True),
         patch.object(copy_engine, "_copy_batch", copy_batch),
         patch.object(Launcher, "__call__", launch),
@@ -169,6 +181,7 @@ def stressed(setting: Setting, rounds: int, fault: str = "") -> Tally:
             Stream=Stream,
             Event=Event,
             device=nullcontext,
+            current_device=lambda: 0,
             current_stream=lambda device: gpu.current_stream,
         ),
         patch.object(stress_transfer, "make_transfer", CudaTransfer),

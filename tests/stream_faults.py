@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 from hiqcache.transfer.copy_engine import CopyEngine
 from hiqcache.transfer.cuda import CudaTransfer
-from hiqcache.transfer.movers import CopyEngineMover
 
 FAULTS: dict[str, Callable[[CudaTransfer], tuple[object, str]]] = {
     "a backup moves before it has encoded": lambda transfer: (transfer._backup_lane, "_filled"),
@@ -22,8 +21,9 @@ FAULTS: dict[str, Callable[[CudaTransfer], tuple[object, str]]] = {
 
 
 def _copies(transfer: CudaTransfer, to_host: bool) -> CopyEngine:
-    assert isinstance(transfer._mover, CopyEngineMover)
-    return transfer._mover._engines[to_host]
+    copies = (transfer._backup_lane if to_host else transfer._restore_lane).copies
+    assert copies is not None
+    return copies._engine
 
 
 def plant(fault: str, transfer: object, unrecorded: Callable[[], object]) -> None:

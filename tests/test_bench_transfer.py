@@ -17,14 +17,17 @@ def test_places():
 
 
 def test_variants_change_constants_and_leave_them_as_they_were():
-    values = parse_variant("SMALL_RESTORE=0,FIRST_GROUP=16M,WANTED_RUN=4K,LATER_GROUPS=0.5/0.5,MANY=7")
-    before = cuda.SMALL_RESTORE, chunks.FIRST_GROUP, movers.CopyEngineMover.WANTED_RUN, chunks.LATER_GROUPS
+    values = parse_variant("RESTORE_STAGING=8M,FIRST_GROUP=16M,WANTED_RUN=4K,LATER_GROUPS=0.5/0.5,MANY=7")
+
+    def current() -> tuple[object, ...]:
+        run = movers.CopyEngineMover.WANTED_RUN
+        return cuda.RESTORE_STAGING, chunks.FIRST_GROUP, run, chunks.LATER_GROUPS, copy_engine.MANY
+
+    before = current()
     with constants(values):
-        assert (cuda.SMALL_RESTORE, chunks.FIRST_GROUP) == (0, 16 << 20)
-        assert movers.CopyEngineMover.WANTED_RUN == 4096
-        assert (chunks.LATER_GROUPS, copy_engine.MANY) == ((0.5, 0.5), 7)
+        assert current() == (8 << 20, 16 << 20, 4096, (0.5, 0.5), 7)
         assert [len(group) for group in chunks.layer_groups(36, 8_519_680, 1, 100)] == [2, 17, 17]
-    assert before == (cuda.SMALL_RESTORE, chunks.FIRST_GROUP, movers.CopyEngineMover.WANTED_RUN, chunks.LATER_GROUPS)
+    assert current() == before
 
 
 @pytest.mark.parametrize("text", ["SMALL=1", "FIRST_GROUP", "FIRST_GROUP=many", "layer_groups=1"])

@@ -55,10 +55,10 @@ def test_groups_cover_each_layer_once_and_in_order(layers, layer_bytes, fewest, 
 
 
 def test_groups_of_qwen3_8b():
-    # 64 tokens x 2,080 bytes a page and layer: 12 MiB are more than 1 layer of 4,096 tokens, and than 11 of 512.
-    assert [len(group) for group in chunks.layer_groups(36, 64 * 133_120, 1, 1000)] == [2, 24, 10]
-    assert [len(group) for group in chunks.layer_groups(36, 8 * 133_120, 1, 1000)] == [12, 24], "small: fewer groups"
-    assert [len(group) for group in chunks.layer_groups(36, 512 * 133_120, 1, 1000)] == [1, 24, 11]
+    # 64 tokens x 2,080 bytes a page and layer: 6 MiB are less than a layer of 4,096 tokens, and more than 5 of 512.
+    assert [len(group) for group in chunks.layer_groups(36, 64 * 133_120, 1, 1000)] == [1, 24, 11]
+    assert [len(group) for group in chunks.layer_groups(36, 16 * 133_120, 1, 1000)] == [3, 23, 10]
+    assert [len(group) for group in chunks.layer_groups(36, 8 * 133_120, 1, 1000)] == [6, 30], "small: fewer groups"
 
 
 @pytest.mark.parametrize("spans", [chunks.even_spans, chunks.growing_spans])
@@ -171,8 +171,6 @@ def cuda_transfer(case: Case, path: str, monkeypatch: pytest.MonkeyPatch) -> Tra
     from hiqcache.transfer import cuda
     from hiqcache.transfer.movers import CopyEngineMover
 
-    monkeypatch.setattr(cuda, "SMALL_BACKUP", 0)
-    monkeypatch.setattr(cuda, "SMALL_RESTORE", 0)
     monkeypatch.setattr(chunks, "FIRST_GROUP", 1)
     monkeypatch.setattr(CopyEngineMover, "WANTED_RUN", WANTED_RUNS[path])
     transfer = make_transfer(case.representation, case.arena, case.rows)

@@ -2,7 +2,7 @@
 
 \b
     python tools/bench_transfer.py --out docs/results/transfer-h200.json
-    python tools/bench_transfer.py --place 8x128:page_first:64 --variant SMALL_RESTORE=0 --variant FIRST_GROUP=16M
+    python tools/bench_transfer.py --place 8x128:page_first:64 --variant FIRST_GROUP=16M --variant MANY=1000
 
 Everything runs side by side in one process, interleaved and repeated, through SGLang's own `L2TransferEngine`: every
 layer's call, and an event when each layer is done. Each repetition moves other pages, anywhere in host memory

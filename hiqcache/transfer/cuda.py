@@ -43,8 +43,8 @@ def obstacle(representation: HostRepresentation) -> str | None:
 class CudaTransfer(Transfer):
     """Fused kernels, long copies, and both at once.
 
-    Large transfers of long `page_first` pages whose slots are on the CPU go through the copy engine, in runs of its
-    `WANTED_RUN` and more; everything else through a kernel that reads and writes pinned memory.
+    Long `page_first` pages whose slots are on the CPU go through the copy engine, in runs of its `WANTED_RUN` and more;
+    everything else through a kernel that reads and writes pinned memory.
 
     Args:
         representation: gives tile functions.
@@ -111,7 +111,7 @@ class CudaTransfer(Transfer):
         lane, current = self._backup_lane, torch.cuda.current_stream(self._device)
         slots = device_indices.reshape(-1, self._page_size)
         pages = len(slots)
-        mover = lane.kernel if lane.copies is None or host_indices.is_cuda else lane.copies
+        mover = lane.mover_of(host_indices)
         mover.locate(host_indices)
         step = min(self._layers, lane.capacity // self._cell_bytes)
         for first in range(0, self._layers, step):
@@ -154,17 +154,15 @@ class CudaTransfer(Transfer):
         return (span.stop - span.start) * self._page_size * len(layers) / self._layers
 
     def _begin_restore(self, host_indices: torch.Tensor, device_indices: torch.Tensor) -> "_Restore":
-        """Cut a restore into groups of layers, and find the mover of each: the copy engine where runs are long."""
+        """Cut a restore into groups of layers, and find the mover of each: the kernel where runs are too short."""
         lane, slots = self._restore_lane, device_indices.reshape(-1, self._page_size)
         layer_bytes = len(slots) * self._cell_bytes
         if not layer_bytes:
             return _Restore(slots, {})
-        copies = None if host_indices.is_cuda else lane.copies
-        groups = {}
-        most = lane.capacity // self._cell_bytes
+        usual, most = lane.mover_of(host_indices), lane.capacity // self._cell_bytes
+        groups: dict[int, tuple[Mover, range]] = {}
         for layers in layer_groups(self._layers, layer_bytes, lane.kernel.run_layers, most):
-            by_kernel = copies is None or len(layers) < copies.run_layers
-            groups[layers.start] = lane.kernel if by_kernel else copies, layers
+            groups[layers.start] = usual if len(layers) >= usual.run_layers else lane.kernel, layers
         for mover in {mover for mover, _ in groups.values()}:
             mover.locate(host_indices)
         return _Restore(slots, groups)
@@ -208,6 +206,10 @@ class _Lane:
         self._filled = (torch.cuda.Event(), torch.cuda.Event())
         self._emptied = (torch.cuda.Event(), torch.cuda.Event())
         self._turn = 0
+
+    def mover_of(self, host_indices: torch.Tensor) -> Mover:
+        """What moves the pages of these slots, except in runs that are too short for it."""
+        return self.kernel if self.copies is None or host_indices.is_cuda else self.copies
 
     def fork(self, current: torch.cuda.Stream) -> None:
         """What is enqueued on the lane's stream from now on waits for what `current` has."""

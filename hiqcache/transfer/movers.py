@@ -110,7 +110,7 @@ class KernelMover(Mover):
     """
 
     WANTED_RUN = 4 << 10
-    """Contiguous bytes of one run: longer ones gained nothing measurable, scattered records of 1152 bytes lose much."""
+    """Contiguous bytes of one run: longer ones gained nothing measurable, scattered runs of 1,152 bytes lost much."""
 
     def __init__(self, arena: HostArena, page_size: int, device: torch.device, to_host: bool):
         super().__init__(arena, page_size, to_host, self.WANTED_RUN)
