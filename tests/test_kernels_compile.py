@@ -57,12 +57,13 @@ def test_every_kernel_compiles(capability: int, monkeypatch: pytest.MonkeyPatch,
         generator = torch.Generator().manual_seed(0)
         arena = transfers.random_arena(representation, 1, "page_first", generator)
         rows = transfers.random_rows(representation.geometry, PAGE_SIZE, generator)
-        codec, mover = BlockCodec(representation, rows), KernelMover(arena, PAGE_SIZE, torch.device("cpu"))
+        codec = BlockCodec(representation, arena.shape, rows)
         slots, staging = torch.arange(PAGE_SIZE), torch.empty(1 << 20, dtype=torch.uint8)
         codec.encode(slots.view(1, PAGE_SIZE), range(1), staging, None)
         codec.decode(slots.view(1, PAGE_SIZE), range(1), staging, None)
         for to_host in (True, False):
-            mover.move(mover.locate(slots), range(1), to_host, staging, None)
+            mover = KernelMover(arena, PAGE_SIZE, torch.device("cpu"), to_host)
+            mover.move(slice(0, 1), range(1), staging, None)
     assert {name: len(kernels) >= len(built_in) for name, kernels in compiled.items()} == {
         "encode_blocks": True,
         "decode_blocks": True,
