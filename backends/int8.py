@@ -29,6 +29,7 @@ class Int8(HostRepresentation):
     name = "int8"
     format_tag = "int8-head-v1"
     summary = "symmetric INT8, one BF16 scale per head and token, records padded to 128 bytes"
+    key_bias_limit = 14.0
 
     @classmethod
     def requirements(cls, geometry: KVGeometry) -> Iterator[Violation]:

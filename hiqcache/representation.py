@@ -149,8 +149,8 @@ class Tiles:
 class HostRepresentation(abc.ABC):
     """One way to store KV blocks in host memory, bound to one geometry.
 
-    Subclasses set the three class attributes, implement the three abstract methods, and add what they cannot hold to
-    `requirements`. `backends/bf16.py` is the shortest complete one.
+    Subclasses set `name`, `format_tag` and `summary`, implement the three abstract methods, and add what they cannot
+    hold to `requirements`. `backends/bf16.py` is the shortest complete one.
 
     Raises:
         UnsupportedGeometry: `geometry` breaks at least one of `requirements(geometry)`.
@@ -162,6 +162,13 @@ class HostRepresentation(abc.ABC):
     """Names the byte format; changes whenever the same values would give other bytes."""
     summary: ClassVar[str]
     """One line for `hiqcache list`."""
+    key_bias_limit: ClassVar[float] = 14.0
+    """Largest bias of a K channel that this format bears, in multiples of the other channels' standard deviation.
+
+    Beyond it a restored K is less accurate than FP8 KV, and a server for such a model logs a warning. `math.inf` if one
+    large channel costs the others nothing. The default is right for 8 bits with one scale for each head of each token;
+    `tools/key_biases.py` measures it for any representation.
+    """
 
     def __init__(self, geometry: KVGeometry):
         violations = list(self.requirements(geometry))

@@ -29,7 +29,7 @@ from sglang.srt.utils import kill_process_tree
 
 from hiqcache import registry
 from hiqcache.geometry import HiqcacheError
-from hiqcache.sglang import cpu, dump, proof, rules
+from hiqcache.sglang import cpu, dump, key_biases, proof, rules
 from hiqcache.sglang.choice import ALIAS, DUMP_FLAG, FLAG, Choice, Refused, choose, chosen
 from hiqcache.sglang.metrics import Metrics
 from hiqcache.sglang.pool import RepresentationHostPool, geometry_of
@@ -154,6 +154,7 @@ def around_launch_scheduler_processes(
             if isinstance(error, RuntimeError):
                 error = f"A scheduler stopped while it started; its reason is in the log above. ({error})"
             choice.refuse(error)
+        key_biases.warn(choice.name, result.scheduler_infos)
 
     result.wait_for_ready = wait_and_verify
     return result, processes
@@ -237,6 +238,7 @@ def after_scheduler_init_info(info: dict[str, Any], scheduler: Any) -> dict[str,
     if scheduler.metrics_collector_context.current_scheduler_metrics_enabled:
         scheduler.metrics_collector._hiqcache = Metrics(scheduler.metrics_collector, report, pool.transfer)
     info[proof.KEY] = [attrs.asdict(report)]
+    info[key_biases.KEY] = key_biases.findings(scheduler, pool.representation)
     return info
 
 
@@ -245,6 +247,7 @@ def after_controller_init_info(info: dict[str, Any], controller: Any) -> dict[st
     if chosen(controller.server_args) is not None:
         reports = (entry.get(proof.KEY) or [None] for entry in controller._scheduler_init_infos)
         info[proof.KEY] = [report for replica in reports for report in replica]
+        info[key_biases.KEY] = key_biases.merged(controller._scheduler_init_infos)
     return info
 
 
