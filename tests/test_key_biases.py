@@ -165,6 +165,9 @@ def test_figures_in_sentences():
     low, high = sorted(percent(60, "int8"))
     assert f"{low} to {high} at a bias of 60 standard deviations" in readme
     assert "more than half at 151" in readme
+    assert f"without a bias it is off by {percent(0, 'int8', 1)[0]}" in readme
+    assert "FP8 KV is off by about 6% in all three" in readme
+    assert {figure for bias in (0, 60, 151) for figure in percent(bias, "fp8_e4m3")} == {"6%"}
     assert min(float(value.rstrip("%")) for value in percent(151, "int8")) > 50
     doc = " ".join((importlib.import_module("hiqcache.key_biases").__doc__ or "").split())
     assert f"a plain FP8 cast makes, {percent(14, 'fp8_e4m3', 1)[1]}; at 60 it is {high}" in doc
