@@ -90,7 +90,9 @@ def check_smoke(server: HttpServer, case: Case) -> None:
     answer = CliRunner().invoke(smoke.main, ["--url", server.url, "--api-key", ADMIN_KEY])
     assert answer.exit_code == 0, answer.output
     assert f"keeps L2 as int8 (int8-head-v1): 2,048 bytes per token, {case.l2_tokens:,} tokens" in answer.output
-    assert "2,048 bytes per token" in answer.output.splitlines()[-1]
+    for operation in ("backed up", "restored"):
+        (line,) = (line for line in answer.output.splitlines() if f"{operation} meanwhile: " in line)
+        assert line.endswith(" tokens, 2,048 bytes per token")
     assert "PASS: " in answer.output
 
 
