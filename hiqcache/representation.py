@@ -69,13 +69,23 @@ class BlockLayout:
             steps = (section.offset, *section.strides, self.block_bytes)
             if any(step % section.dtype.itemsize for step in steps):
                 raise ValueError(f"section {section.name!r}: {steps} bytes are not whole {section.dtype} elements")
-        covered = torch.cat([section.byte_offsets() for section in self.sections])
-        if covered.min() < 0 or covered.max() >= self.block_bytes:
-            raise ValueError(f"a section reaches outside the block's {self.block_bytes} bytes")
-        counts = torch.bincount(covered, minlength=self.block_bytes)
+        # A counter a byte and no list of offsets: a block can be large.
+        counts = torch.zeros(self.block_bytes, dtype=torch.uint8)
+        for section in self.sections:
+            steps = [(size, stride) for size, stride in zip(section.shape, section.strides, strict=True) if size > 1]
+            if any(stride <= 0 for _, stride in steps):
+                raise ValueError(f"section {section.name!r} has strides {section.strides}; allowed: positive ones")
+            end = section.offset + sum((size - 1) * stride for size, stride in steps) + section.dtype.itemsize
+            if section.offset < 0 or end > self.block_bytes:
+                raise ValueError(f"a section reaches outside the block's {self.block_bytes} bytes")
+            counts.as_strided((*section.shape, section.dtype.itemsize), (*section.strides, 1), section.offset).add_(1)
         if not bool((counts == 1).all()):
             byte = int((counts != 1).nonzero()[0])
             raise ValueError(f"byte {byte} of the block belongs to {int(counts[byte])} sections instead of one")
+        # Adding to elements that overlap within a section may count a byte once.
+        named = sum(math.prod(section.shape) * section.dtype.itemsize for section in self.sections)
+        if named != self.block_bytes:
+            raise ValueError(f"the sections have {named} bytes, some of them shared; the block has {self.block_bytes}")
 
     @classmethod
     def records(cls, tokens: int, align: int = 1, /, **sections: tuple[torch.dtype, tuple[int, ...]]) -> "BlockLayout":

@@ -101,7 +101,7 @@ def choose(
         if getattr(server_args, field):
             flag = "--" + field.replace("_", "-")
             choice.refuse(f"{flag} starts schedulers that hiqcache's launcher cannot verify, or none: drop it.")
-    _check_dump_dir(choice)
+    _check_dump_dir(choice, resolving_view(server_args).admin_api_key)
     setattr(server_args, _ATTRIBUTE, choice)
 
 
@@ -128,7 +128,7 @@ def _check_sglang(choice: Choice) -> None:
     choice.refuse(f"SGLang {found} is untested; tested: {tested}. {ALLOW_UNTESTED}=1 turns this into a warning.")
 
 
-def _check_dump_dir(choice: Choice) -> None:
+def _check_dump_dir(choice: Choice, admin_api_key: str | None) -> None:
     folder = choice.dump_dir
     if folder is None:
         return
@@ -136,3 +136,5 @@ def _check_dump_dir(choice: Choice) -> None:
         choice.refuse(f"{DUMP_FLAG}: saw {folder}, which is no folder; allowed: one that exists.")
     if not os.access(folder, os.W_OK | os.X_OK):
         choice.refuse(f"{DUMP_FLAG}: saw {folder}, which this user cannot write to; allowed: a folder that can be.")
+    if choice.command_line and not admin_api_key:  # an Engine in Python has other ways
+        choice.refuse(f"{DUMP_FLAG}: dumps over HTTP need an admin key: add --admin-api-key KEY, or drop it.")
