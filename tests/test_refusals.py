@@ -4,8 +4,10 @@ Servers here are `sgl.Engine` and SGLang's own command-line parsing; each is sto
 rest builds host pools over SGLang's real device pools.
 """
 
+import importlib
 import inspect
 import json
+import logging
 import os
 import pathlib
 import subprocess
@@ -36,7 +38,7 @@ from sglang.srt.plugins import load_plugins  # noqa: E402
 from sglang.srt.runtime_context import get_parallel  # noqa: E402
 from sglang.srt.server_args import ServerArgs, prepare_server_args  # noqa: E402
 
-from hiqcache.sglang import choice, hooks, proof, rules, support  # noqa: E402
+from hiqcache.sglang import choice, hooks, pool, proof, rules, support  # noqa: E402
 from hiqcache.sglang.choice import ALIAS, FLAG, PARSED, Choice, Refused, chosen  # noqa: E402
 from hiqcache.sglang.pool import RepresentationHostPool  # noqa: E402
 from hiqcache.sglang.versions import ALLOW_UNTESTED  # noqa: E402
@@ -202,6 +204,33 @@ def test_command_line_refusals_exit_with_a_sentence(config: pathlib.Path):
         parse(config, "--hicache-representation", "int8")
     with pytest.raises(SystemExit, match=r"registered: .*bf16.*int8"):
         parse(config, "--enable-hierarchical-cache", "--hicache-representation", "nf4")
+
+
+@pytest.mark.parametrize(("value", "asks"), [("1", True), (" 1 ", True), ("0", False), ("", False)])
+def test_values_of_the_alias(config: pathlib.Path, monkeypatch: pytest.MonkeyPatch, value: str, asks: bool):
+    monkeypatch.setenv(ALIAS, value)
+    assert (chosen(parse(config, "--enable-hierarchical-cache")) is not None) == asks
+    words = ("--enable-hierarchical-cache", "--config=nowhere.yaml")
+    if asks:
+        with pytest.raises(SystemExit, match="a host representation is asked for"):
+            parse(config, *words)
+    else:
+        assert chosen(parse(config, *words)) is None
+
+
+@pytest.mark.parametrize("value", ["true", "yes", "on", "int8", "2"])
+def test_other_values_of_the_alias(config: pathlib.Path, monkeypatch: pytest.MonkeyPatch, value: str):
+    monkeypatch.setenv(ALIAS, value)
+    with pytest.raises(SystemExit, match=f"{ALIAS}={value} asked for(.|\n)*Allowed: 1 .*, 0 or unset"):
+        parse(config, "--enable-hierarchical-cache")
+
+
+def test_rocm(monkeypatch: pytest.MonkeyPatch):
+    info = replaced(buffer_info(), device=torch.device("cuda"))
+    assert not [violation for violation in pool._pool_violations(info, "page_first", {})]
+    monkeypatch.setattr(torch.version, "hip", "6.4.1")
+    (violation,) = pool._pool_violations(info, "page_first", {})
+    assert str(violation) == "GPU runtime: saw ROCm 6.4.1; allowed: CUDA; changed by PyTorch (one built for CUDA)"
 
 
 def test_alias(config: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
@@ -448,6 +477,128 @@ def test_catch_all():
     moving.host_transfer_translate = lambda indices: indices
     with pytest.raises(Refused, match="relocates its rows"):
         proof.pool_in_force(tree(ours, device=moving))
+
+
+def build(original: Any, *, device: Any = None, asked: Choice | None = None, **attributes: Any) -> Any:
+    """SGLang building a scheduler's cache with `original`, as far as the hook looks."""
+    record: Any = ServerArgs(model_path="none", enable_hierarchical_cache=True)
+    for name, value in attributes.items():
+        setattr(record, name, value)
+    if asked is not None:
+        setattr(record, choice._ATTRIBUTE, asked)
+    worker = SimpleNamespace(model_runner=SimpleNamespace(token_to_kv_pool=device or device_pool()))
+    with get_parallel().override(attn_tp_size=1, num_dp_ranks=1, pp_rank=0):
+        return hooks.around_build_kv_cache(original, server_args=record, tp_worker=worker)
+
+
+def failing(error: Exception) -> Any:
+    def original(**options: Any):
+        raise error
+
+    return original
+
+
+@pytest.fixture
+def stopped(monkeypatch: pytest.MonkeyPatch):
+    """A scheduler that ends itself raises this instead."""
+
+    class Stopped(Exception):
+        pass
+
+    def stop(code: int):
+        raise Stopped(code)
+
+    monkeypatch.setattr(hooks.os, "_exit", stop)
+    monkeypatch.setattr(hooks.logging, "shutdown", lambda: None)
+    return Stopped
+
+
+ASKED = Choice("int8", "a test", command_line=False)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("Not enough host memory available."),
+        NotImplementedError("not with this model"),
+        AssertionError("page_size must divide"),
+        MemoryError("no memory"),
+        OSError("no huge pages"),
+        Refused("not ours"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_what_a_user_can_change_ends_in_a_sentence(stopped: Any, error: Exception, caplog: pytest.LogCaptureFixture):
+    with pytest.raises(stopped, match="1"):
+        build(failing(error), asked=ASKED)
+    (line,) = [record for record in caplog.records if record.levelno >= logging.ERROR]
+    assert line.getMessage().startswith("hiqcache: host representation 'int8' (a test): ")
+    assert line.getMessage().endswith(str(error))
+    assert not line.exc_info
+    with pytest.raises(type(error)):
+        build(failing(error))  # asked by nobody, it is SGLang's business
+
+
+@pytest.mark.parametrize("error", [RuntimeError("broken"), TypeError("broken"), KeyError("broken"), AssertionError()])
+def test_a_bug_keeps_its_traceback(stopped: Any, error: Exception):
+    with pytest.raises(type(error)):
+        build(failing(error), asked=ASKED)
+
+
+def test_the_assembler_logs_no_traceback_of_what_ends_in_a_sentence(stopped: Any, caplog: pytest.LogCaptureFixture):
+    from sglang.srt.mem_cache.hybrid_cache import hybrid_pool_assembler
+
+    def original(**options: Any):
+        try:
+            raise error
+        except Exception:
+            hybrid_pool_assembler.logger.exception("failed")
+            raise
+
+    for error, traced in ((ValueError("too large"), False), (RuntimeError("broken"), True)):
+        caplog.clear()
+        with pytest.raises((stopped, RuntimeError)):
+            build(original, asked=ASKED)
+        (line,) = [record for record in caplog.records if record.name == hybrid_pool_assembler.logger.name]
+        assert bool(line.exc_info) == traced
+    caplog.clear()
+    error = ValueError("too large")
+    with pytest.raises(ValueError, match="too large"):
+        build(original)
+    assert caplog.records[-1].exc_info
+
+
+@pytest.mark.parametrize(
+    ("class_name", "module", "kind"),
+    [
+        ("SWAKVPool", "swa_memory_pool", "sliding-window layers in a pool of their own; --disable-hybrid-swa-memory"),
+        ("HybridLinearKVPool", "memory_pool", "recurrent or linear-attention layers"),
+        ("MLATokenToKVPool", "memory_pool", "multi-head latent attention"),
+    ],
+)
+def test_models_with_another_device_pool(
+    stopped: Any, caplog: pytest.LogCaptureFixture, class_name: str, module: str, kind: str
+):
+    """They are told what they are, before host memory is taken for them."""
+    pool_class = getattr(importlib.import_module(f"sglang.srt.mem_cache.{module}"), class_name)
+    with pytest.raises(stopped):
+        build(failing(RuntimeError("never reached")), device=object.__new__(pool_class), asked=ASKED)
+    assert f"saw device pool {class_name} ({kind}" in caplog.text
+
+
+@pytest.mark.parametrize("way", ["attribute", "alias"])
+def test_a_scheduler_started_past_the_launcher(
+    stopped: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, way: str
+):
+    monkeypatch.setenv(ALIAS, "1" if way == "alias" else "0")
+    attributes = {"hicache_representation": "int8"} if way == "attribute" else {}
+    with pytest.raises(stopped):
+        build(failing(RuntimeError("never reached")), **attributes)
+    assert "'int8', which cannot be served.\nIts scheduler was started past SGLang's Engine" in caplog.text
+
+
+def test_a_scheduler_that_was_asked_for_nothing():
+    assert build(lambda **options: options["tp_worker"].model_runner.token_to_kv_pool, device="as it is") == "as it is"
 
 
 def test_mla_is_caught():

@@ -37,6 +37,8 @@ logger = logging.getLogger(__name__)
 _ABOUT_SETTINGS = (HiqcacheError, ValueError, NotImplementedError, MemoryError, OSError)
 """Exceptions by which SGLang and hiqcache tell a user of settings that cannot be served."""
 
+_ASSEMBLER = logging.getLogger("sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler")
+
 _building: ContextVar[Choice | None] = ContextVar("hiqcache_building", default=None)
 """The choice of the server whose KV cache this process is building."""
 
@@ -113,15 +115,18 @@ def around_build_kv_cache(original: Callable, *args: Any, server_args: ServerArg
     if choice is None:
         return original(*args, server_args=server_args, **kwargs)
     token = _building.set(choice)
+    _ASSEMBLER.addFilter(_without_traceback)
     try:
         return _build(choice, original, *args, server_args=server_args, **kwargs)
     except Exception as error:
         if _is_a_bug(error):
+            nodes.give_up(f"{type(error).__name__}: {error}")
             raise
         logger.debug("hiqcache: while the KV cache was built", exc_info=True)
         whose = "" if isinstance(error, HiqcacheError) else "SGLang cannot build its KV cache: "
         _stop(f"hiqcache: host representation {choice.name!r} ({choice.source}): {whose}{error}", error)
     finally:
+        _ASSEMBLER.removeFilter(_without_traceback)
         _building.reset(token)
 
 
@@ -141,6 +146,14 @@ def _is_a_bug(error: Exception) -> bool:
     if support.untested() or isinstance(error, _ABOUT_SETTINGS):
         return False
     return not (isinstance(error, AssertionError) and str(error))
+
+
+def _without_traceback(record: logging.LogRecord) -> bool:
+    """A log filter: SGLang's assembler logs what it raises, and a sentence is on its way."""
+    error = record.exc_info[1] if record.exc_info else None
+    if isinstance(error, Exception) and not _is_a_bug(error):
+        record.exc_info = None
+    return True
 
 
 def _stop(text: str, error: BaseException) -> NoReturn:

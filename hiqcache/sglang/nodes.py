@@ -24,7 +24,10 @@ terabytes, before `BUILT`, takes minutes."""
 SOON = 15
 """Seconds after which the log says who is waited for."""
 
-_HOST, _REFUSED = "host", "refused"
+LINGER = 5
+"""Seconds for which rank 0 outlives its refusal."""
+
+_HOST, _REFUSED, _OVER = "host", "refused", "over"
 
 logger = logging.getLogger(__name__)
 
@@ -51,13 +54,18 @@ def compare(stage: str, mine: Mapping[str, Any]) -> None:
 
 def give_up(reason: str) -> None:
     """Tell the other ranks that this one will not serve, so that they need not wait until their time is up."""
-    if not torch.distributed.is_initialized():
+    distributed = torch.distributed
+    if not distributed.is_initialized() or distributed.get_world_size() == 1:
         return
     try:
         for stage in (ASKED, BUILT):
             _state(stage, {_REFUSED: reason})
-    except RuntimeError:  # the store went with the process of rank 0
-        logger.debug("hiqcache: could not tell the other ranks", exc_info=True)
+        _state(_OVER, {})
+        if distributed.get_rank() == 0:  # the store goes with this process, and the others are to read it
+            others = [_key(_OVER, rank) for rank in range(1, distributed.get_world_size())]
+            _store().wait(others, timedelta(seconds=LINGER))
+    except RuntimeError:
+        logger.debug("hiqcache: not every rank has heard why this one stops", exc_info=True)
 
 
 def _store() -> Any:
@@ -84,14 +92,19 @@ def _statement(stage: str, rank: int) -> dict[str, Any]:
     try:
         try:
             store.wait([key], timedelta(seconds=soon))
-        except RuntimeError:
+        except torch.distributed.DistStoreError:
             logger.warning("hiqcache: waiting for rank %d to say what its L2 holds, up to %d s", rank, seconds)
             store.wait([key], timedelta(seconds=seconds - soon))
         return json.loads(store.get(key))
-    except RuntimeError as error:
+    except torch.distributed.DistStoreError as error:
         raise Refused(
-            f"rank {rank} did not say what its L2 holds within {seconds} s ({type(error).__name__}). Start every node "
-            f"with the same {FLAG} and the same version of hiqcache; if it had both, its log says why it stopped."
+            f"rank {rank} did not say what its L2 holds within {seconds} s. Start every node with the same {FLAG} and "
+            "the same version of hiqcache."
+        ) from error
+    except torch.distributed.DistNetworkError as error:
+        raise Refused(
+            "the process of rank 0 ended while ranks were being compared; its log says why, if it was started with "
+            f"{FLAG}."
         ) from error
 
 
@@ -99,7 +112,7 @@ def _check(rank: int, mine: Mapping[str, Any], other: int, theirs: Mapping[str, 
     where = f"rank {other} on {theirs[_HOST]}"
     if _REFUSED in theirs:
         raise Refused(f"{where} does not serve: {theirs[_REFUSED]}")
-    for fact in mine.keys() & theirs.keys():
+    for fact in filter(theirs.__contains__, mine):
         if mine[fact] != theirs[fact]:
             raise Refused(
                 f"{fact}: {where} has {theirs[fact]!r}; allowed: {mine[fact]!r}, as on rank {rank} here. Start every "
