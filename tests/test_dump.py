@@ -57,7 +57,7 @@ from hiqcache.inspect import writer
 from hiqcache.inspect.compare import compare
 from hiqcache.inspect.format import DumpError
 from hiqcache.inspect.reader import Dump
-from hiqcache.sglang import cpu, dump, plugin
+from hiqcache.sglang import cpu, dump, hooks
 from hiqcache.sglang.choice import Choice, Refused
 from hiqcache.sglang.pool import RepresentationHostPool
 
@@ -224,13 +224,13 @@ def test_nothing_is_evicted_while_pages_are_held(pool: RepresentationHostPool):
         return 16
 
     pool.hold(flags(0))
-    assert plugin.around_evict_host(evict, cache, 16) == 0
+    assert hooks.around_evict_host(evict, cache, 16) == 0
     assert not asked
     pool.release()
-    assert plugin.around_evict_host(evict, cache, 16) == 16
+    assert hooks.around_evict_host(evict, cache, 16) == 16
     assert asked == [(cache, 16)]
     for other in (None, SimpleNamespace(entries=[SimpleNamespace(host_pool=object())])):
-        assert plugin.around_evict_host(evict, SimpleNamespace(host_pool_group=other), 16) == 16
+        assert hooks.around_evict_host(evict, SimpleNamespace(host_pool_group=other), 16) == 16
 
 
 # -- the schedulers' side ----------------------------------------------------------------------------------------------

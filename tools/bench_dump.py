@@ -3,8 +3,8 @@
     python tools/bench_dump.py --out docs/results/dump-freeze.json
 
 A host pool as SGLang builds it, of one layer, one head and a page size of 1, is dumped by the schedulers' side of
-`hiqcache dump`; this process's main thread plays the scheduler. Each thing that a scheduler does for a dump, or with the
-pool meanwhile, is timed. Between them the main thread sleeps for a millisecond, computes a little and looks at the
+`hiqcache dump`; this process's main thread plays the scheduler. Each thing that a scheduler does for a dump, or with
+the pool meanwhile, is timed. Between them the main thread sleeps for a millisecond, computes a little and looks at the
 clock: what passes beyond that, the writer's thread has taken from it, through the GIL or with the CPU. The same without
 a dump says how much of it is the machine. `alone` are SGLang's own operations on a pool that nobody dumps.
 """
@@ -39,6 +39,7 @@ if not torch.cuda.is_available():
     cpu.prepare()
 
 from sglang.srt.managers.io_struct import DumperControlReqInput
+from sglang.srt.mem_cache.device_pool_info import MHABufferInfo
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from hiqcache.sglang import dump, pool
@@ -88,10 +89,12 @@ class Scheduler:
 
     def __init__(self, pages: int, folder: Path):
         device = MHATokenToKVPool(64, 1, torch.bfloat16, 1, HEAD_DIM, 1, "cpu", False)
+        info = device.get_device_pool_infos()[0].buffer_info
+        assert isinstance(info, MHABufferInfo)
         parallel = SimpleNamespace(attn_tp_size=1, tp_rank=0, tp_size=1, nnodes=1)
         with mock.patch.object(pool, "get_parallel", return_value=parallel):
             self.pool = pool.RepresentationHostPool(
-                device.get_device_pool_infos()[0].buffer_info, 2.0, 0, 1, "page_first",
+                info, 2.0, 0, 1, "page_first",
                 representation=registry.get(REPRESENTATION), device_capacity_tokens=64, start_layer=0, end_layer=0,
                 host_token_capacity=pages,
             )  # fmt: skip

@@ -225,6 +225,10 @@ def _pool_violations(info: MHABufferInfo, layout: str, options: dict[str, Any]) 
         yield Violation(
             rule="device of the KV cache", seen=info.device.type, allowed=" or ".join(DEVICES), flag="--device"
         )
+    elif info.device.type == "cuda" and torch.version.hip:
+        yield Violation(
+            rule="GPU runtime", seen=f"ROCm {torch.version.hip}", allowed="CUDA", flag="PyTorch (one built for CUDA)"
+        )
     if info.buffers.layout is not KVBufferLayout.NHD:
         yield Violation(
             rule="layout of the device KV cache",
@@ -248,15 +252,15 @@ def _pool_violations(info: MHABufferInfo, layout: str, options: dict[str, Any]) 
         )
     if info.transfer_buffers is not None:
         yield Violation(rule="relocatable device pool", seen="yes", allowed="no", flag="--enable-unified-memory")
-    drafts = len(options.get("draft_buffer_infos", ()))
-    label = options.get("pool_label", "kv")
-    if drafts or label != "kv":
+    if drafts := len(options.get("draft_buffer_infos", ())):
         yield Violation(
             rule="KV pool of a draft model",
-            seen=f"pool {label!r} with {drafts} packed draft layers",
+            seen=f"{drafts} packed draft layers",
             allowed="none",
             flag="--speculative-algorithm (drop it)",
         )
+    if (label := options.get("pool_label", "kv")) != "kv":
+        yield Violation(rule="pool beside the KV pool", seen=repr(label), allowed="'kv'", flag="the model")
     allocator = options.get("allocator_type", "default")
     if allocator != "default":
         yield Violation(
