@@ -31,6 +31,7 @@ PAGES = (
     "performance",
     "planning",
     "quality",
+    "reliability",
     "reproducing",
     "sglang-integration",
     "writing-a-representation",
