@@ -337,12 +337,12 @@ def test_one_warning_for_all_ranks(reading: Any, caplog: Any):
 
 
 def test_findings_pass_through_the_data_parallel_controller(reading: Any):
-    from hiqcache.sglang import choice, plugin
+    from hiqcache.sglang import choice, hooks
 
     asked = SimpleNamespace(**{choice._ATTRIBUTE: choice.Choice("int8", "a test", command_line=False)})
     replicas = [{reading.KEY: [(0, 1, 300.0, 6.0)]}, {}, {reading.KEY: [(0, 2, 200.0, 6.0)]}]
     controller = SimpleNamespace(server_args=asked, _scheduler_init_infos=replicas)
-    info = plugin.after_controller_init_info({}, controller)
+    info = hooks.after_controller_init_info({}, controller)
     assert info[reading.KEY] == [(0, 1, 300.0, 6.0), (0, 2, 200.0, 6.0)]
 
 
