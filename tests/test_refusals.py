@@ -482,7 +482,7 @@ def test_catch_all():
 def build(original: Any, *, device: Any = None, asked: Choice | None = None, **attributes: Any) -> Any:
     """SGLang building a scheduler's cache with `original`, as far as the hook looks."""
     settings = {"model_path": "none", "enable_hierarchical_cache": True}
-    record: Any = ServerArgs(**settings)  # type: ignore[arg-type]
+    record: Any = ServerArgs(**settings)
     for name, value in attributes.items():
         setattr(record, name, value)
     if asked is not None:
@@ -546,29 +546,30 @@ def test_a_bug_keeps_its_traceback(stopped: Any, error: Exception):
         build(failing(error), asked=ASKED)
 
 
-def test_the_assembler_logs_no_traceback_of_what_ends_in_a_sentence(stopped: Any, caplog: pytest.LogCaptureFixture):
+@pytest.mark.parametrize(
+    ("error", "asked", "traced"),
+    [
+        (ValueError("too large"), ASKED, False),
+        (RuntimeError("broken"), ASKED, True),
+        (ValueError("too large"), None, True),
+    ],
+)
+def test_sglang_logs_no_traceback_of_what_ends_in_a_sentence(
+    stopped: Any, caplog: pytest.LogCaptureFixture, error: Exception, asked: Choice | None, traced: bool
+):
     from sglang.srt.mem_cache.hybrid_cache import hybrid_pool_assembler
 
-    def logged(error: Exception) -> Any:
-        def original(**options: Any):
-            try:
-                raise error
-            except Exception:
-                hybrid_pool_assembler.logger.exception("failed")
-                raise
+    def original(**options: Any):
+        try:
+            raise error
+        except Exception:
+            hybrid_pool_assembler.logger.exception("failed")
+            raise
 
-        return original
-
-    for error, traced in ((ValueError("too large"), False), (RuntimeError("broken"), True)):
-        caplog.clear()
-        with pytest.raises((stopped, RuntimeError)):
-            build(logged(error), asked=ASKED)
-        (line,) = [record for record in caplog.records if record.name == hybrid_pool_assembler.logger.name]
-        assert bool(line.exc_info) == traced
-    caplog.clear()
-    with pytest.raises(ValueError, match="too large"):
-        build(logged(ValueError("too large")))
-    assert caplog.records[-1].exc_info
+    with pytest.raises((stopped, type(error))):
+        build(original, asked=asked)
+    (line,) = [record for record in caplog.records if record.name == hybrid_pool_assembler.logger.name]
+    assert bool(line.exc_info) == traced
 
 
 @pytest.mark.parametrize(
@@ -594,14 +595,15 @@ def test_a_scheduler_started_past_the_launcher(
     stopped: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, way: str
 ):
     monkeypatch.setenv(ALIAS, "1" if way == "alias" else "0")
-    attributes = {"hicache_representation": "int8"} if way == "attribute" else {}
+    attributes: dict[str, Any] = {"hicache_representation": "int8"} if way == "attribute" else {}
     with pytest.raises(stopped):
-        build(failing(RuntimeError("never reached")), asked=None, **attributes)
+        build(failing(RuntimeError("never reached")), **attributes)
     assert "'int8', which cannot be served.\nIts scheduler was started past SGLang's Engine" in caplog.text
 
 
 def test_a_scheduler_that_was_asked_for_nothing():
-    assert build(lambda **options: options["tp_worker"].model_runner.token_to_kv_pool, device="as it is") == "as it is"
+    device: Any = "as it is"
+    assert build(lambda **options: options["tp_worker"].model_runner.token_to_kv_pool, device=device) == device
 
 
 def test_mla_is_caught():
