@@ -1,18 +1,23 @@
-# `make demo` and `make test` set up what they need in .venv by themselves.
+# `make demo`, `make test` and `make test-all` set up what they need in .venv by themselves.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 FREE_GB := 20
+PYTEST := $(BIN)/python -m pytest -n auto --dist loadgroup --no-loadscope-reorder --durations=20
 
-.PHONY: demo test lint env clean
+.PHONY: demo test test-all lint env clean
 
 demo: env
 	@$(BIN)/python -m hiqcache demo
 
 test: lint
-	$(BIN)/python -m pytest -n auto --dist loadgroup --no-loadscope-reorder --durations=20
+	$(PYTEST) -m 'not sweep'
+
+# What `make test` leaves out: more combinations of settings, the real model, the tools on real servers.
+test-all: env
+	$(PYTEST) -m sweep
 
 lint: env
 	$(BIN)/ruff check

@@ -23,6 +23,10 @@ _KV_HEADS = ("n_head_kv", "num_kv_heads", "num_key_value_heads", "multi_query_gr
 """Names for the number of KV heads, in the order in which SGLang tries them."""
 _LOOPS = ("loop_num", "num_loops")
 """Names for how often the layers run in turn, each time with KV of its own."""
+_KEY_BIASES = ("attention_bias", "qkv_bias", "add_qkv_bias", "use_qkv_bias", "use_bias", "bias")
+"""Names for a switch that gives K, among others, a bias."""
+_ALWAYS_BIASED = ("gpt2", "gpt_bigcode", "phi", "qwen", "qwen2")
+"""Kinds of models with key biases and no switch; kinds named after one (`qwen2_5_vl`) follow it."""
 _FALCON = ("falcon", "RefinedWeb", "RefinedWebModel")
 _DTYPES = {"half": torch.float16, "float16": torch.float16, "bfloat16": torch.bfloat16}
 """What `--dtype auto` makes of a config's dtype; float32 or none at all becomes float16, for Gemma bfloat16."""
@@ -117,6 +121,28 @@ def geometry_from_config(path: str | Path, *, tp_size: int, page_size: int) -> K
         return _geometry(config, tp_size, page_size)
     except _Unstated as error:
         raise HiqcacheError(f"{path}: {error}; {_EXPLICIT}") from error
+
+
+def key_biases(path: str | Path) -> str | None:
+    """What of a config.json says that K has biases; None if nothing does.
+
+    Args:
+        path: a config.json, or the folder that holds one.
+
+    Raises:
+        HiqcacheError: the file cannot be read.
+    """
+    config = _read(Path(path))
+    text = _text_config(config)
+    for name in _KEY_BIASES:
+        if text.get(name) is True:
+            return f"{name} = true"
+    kind = str(text.get("model_type", config.get("model_type")))
+    if text.get("qkv_bias") is not False and any(
+        kind == name or kind.startswith(f"{name}_") for name in _ALWAYS_BIASED
+    ):
+        return f"model_type = {kind}"
+    return None
 
 
 def local_kv_heads(heads: int, tp_size: int) -> int:

@@ -75,13 +75,23 @@ class BlockLayout:
             steps = (section.offset, *section.strides, self.block_bytes)
             if any(step % section.dtype.itemsize for step in steps):
                 raise ValueError(f"section {section.name!r}: {steps} bytes are not whole {section.dtype} elements")
-        covered = torch.cat([section.byte_offsets() for section in self.sections])
-        if covered.min() < 0 or covered.max() >= self.block_bytes:
-            raise ValueError(f"a section reaches outside the block's {self.block_bytes} bytes")
-        counts = torch.bincount(covered, minlength=self.block_bytes)
+        # A counter a byte and no list of offsets: a block can be large.
+        counts = torch.zeros(self.block_bytes, dtype=torch.uint8)
+        for section in self.sections:
+            steps = [(size, stride) for size, stride in zip(section.shape, section.strides, strict=True) if size > 1]
+            if any(stride <= 0 for _, stride in steps):
+                raise ValueError(f"section {section.name!r} has strides {section.strides}; allowed: positive ones")
+            end = section.offset + sum((size - 1) * stride for size, stride in steps) + section.dtype.itemsize
+            if section.offset < 0 or end > self.block_bytes:
+                raise ValueError(f"a section reaches outside the block's {self.block_bytes} bytes")
+            counts.as_strided((*section.shape, section.dtype.itemsize), (*section.strides, 1), section.offset).add_(1)
         if not bool((counts == 1).all()):
             byte = int((counts != 1).nonzero()[0])
             raise ValueError(f"byte {byte} of the block belongs to {int(counts[byte])} sections instead of one")
+        # Adding to elements that overlap within a section may count a byte once.
+        named = sum(math.prod(section.shape) * section.dtype.itemsize for section in self.sections)
+        if named != self.block_bytes:
+            raise ValueError(f"the sections have {named} bytes, some of them shared; the block has {self.block_bytes}")
 
     @classmethod
     def records(cls, tokens: int, align: int = 1, /, **sections: tuple[torch.dtype, tuple[int, ...]]) -> "BlockLayout":
@@ -180,8 +190,8 @@ class Tiles:
 class HostRepresentation(abc.ABC):
     """One way to store KV blocks in host memory, bound to one geometry.
 
-    Subclasses set the three class attributes, implement the three abstract methods, and add what they cannot hold to
-    `requirements`. `backends/bf16.py` is the shortest complete one.
+    Subclasses set `name`, `format_tag` and `summary`, implement the three abstract methods, and add what they cannot
+    hold to `requirements`. `backends/bf16.py` is the shortest complete one.
 
     Raises:
         UnsupportedGeometry: `geometry` breaks at least one of `requirements(geometry)`.
@@ -195,6 +205,13 @@ class HostRepresentation(abc.ABC):
     """Tags of earlier formats whose sections have the names, shapes and meaning of today's: their dumps can be read."""
     summary: ClassVar[str]
     """One line for `hiqcache list`."""
+    key_bias_limit: ClassVar[float] = 14.0
+    """Largest bias of a K channel that this format bears, in multiples of the other channels' standard deviation.
+
+    Beyond it a restored K is less accurate than FP8 KV, and a server for such a model logs a warning. `math.inf` if one
+    large channel costs the others nothing. The default is right for 8 bits with one scale for each head of each token;
+    `tools/key_biases.py` measures it for any representation.
+    """
 
     def __init__(self, geometry: KVGeometry):
         violations = list(self.requirements(geometry))

@@ -1,10 +1,16 @@
 """Runs before anything imports sglang."""
 
+import fcntl
 import os
+import pathlib
 import sys
+from collections.abc import Callable
 
 import pytest
+import tiny_model
 import torch
+from serving import PROBE, carry, pip_install
+from third_party import Installed, install_third_party, installed_in
 
 from hiqcache import registry
 from hiqcache.sglang import cpu
@@ -32,6 +38,47 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[pathlib.Path], object]) -> pathlib.Path:
+    """A folder of this run of pytest, made by the first worker that asks for it."""
+    root = factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        root = root.parent
+    folder, done = root / name, root / f"{name}.done"
+    with (root / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not done.exists():
+            make(folder)
+            done.touch()
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """The folder of the tiny model."""
+    return tiny_model.make(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def probe_site(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """A folder for PYTHONPATH with the probe; read only."""
+    return made_once(tmp_path_factory, "probe-site", lambda folder: pip_install(PROBE, folder))
+
+
+@pytest.fixture(scope="session")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
+    """The documentation's third-party package; read only."""
+    return installed_in(made_once(tmp_path_factory, "third-party-site", install_third_party))
+
+
+@pytest.fixture
+def probing(probe_site: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
+    """The file to which processes that are started meanwhile write what they see move."""
+    carry(probe_site, monkeypatch)
+    file = tmp_path / "probe.jsonl"
+    monkeypatch.setenv("HIQCACHE_PROBE", str(file))
+    return file
 
 
 @pytest.fixture

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     import pytest
 
 PROBE = pathlib.Path(__file__).parent / "probe"
-START_SECONDS = 300
+START_SECONDS = 900
+"""Until a server is given up: a busy machine with two slow cores takes minutes to start one."""
+ANSWER_SECONDS = 300
 ADMIN_KEY = "for tests"
 ADMIN = {"Authorization": f"Bearer {ADMIN_KEY}"}
 
@@ -95,7 +97,10 @@ class EngineServer:
         return [Output.of(answer) for answer in answers]
 
     def flush(self) -> None:
-        self.engine.flush_cache()
+        deadline = time.monotonic() + ANSWER_SECONDS
+        while not self.engine.flush_cache().success:  # the last request may not have left the scheduler yet
+            assert time.monotonic() < deadline, "the engine did not get idle"
+            time.sleep(0.05)
 
     def info(self) -> dict[str, Any]:
         return self.engine.get_server_info()
@@ -112,26 +117,27 @@ class HttpServer:
         answer = requests.post(
             f"{self.url}/generate",
             json={"input_ids": prompts, "sampling_params": sampling(new_tokens)},
-            timeout=START_SECONDS,
+            timeout=ANSWER_SECONDS,
         )
         answer.raise_for_status()
         return [Output.of(entry) for entry in answer.json()]
 
     def flush(self) -> None:
-        requests.post(f"{self.url}/flush_cache", params={"timeout": 30}, headers=ADMIN, timeout=60).raise_for_status()
+        url, idle_within = f"{self.url}/flush_cache", {"timeout": ANSWER_SECONDS / 2}
+        requests.post(url, params=idle_within, headers=ADMIN, timeout=ANSWER_SECONDS).raise_for_status()
 
     def put(self, path: str, body: dict[str, Any]) -> str:
         """The text of the answer, whatever its status, asked with the admin key."""
-        return requests.put(f"{self.url}{path}", json=body, headers=ADMIN, timeout=60).text
+        return requests.put(f"{self.url}{path}", json=body, headers=ADMIN, timeout=ANSWER_SECONDS).text
 
     def info(self) -> dict[str, Any]:
-        return requests.get(f"{self.url}/server_info", timeout=60).json()
+        return requests.get(f"{self.url}/server_info", timeout=ANSWER_SECONDS).json()
 
     def metrics(self) -> list[Any]:
         """The samples of `/metrics`."""
         from prometheus_client.parser import text_string_to_metric_families  # not where SGLang has yet to be started
 
-        answer = requests.get(f"{self.url}/metrics", timeout=60)
+        answer = requests.get(f"{self.url}/metrics", timeout=ANSWER_SECONDS)
         answer.raise_for_status()
         return [sample for family in text_string_to_metric_families(answer.text) for sample in family.samples]
 

@@ -8,14 +8,17 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
+import tiny_model
 from click.testing import CliRunner, Result
 
+from hiqcache import sample_model
 from hiqcache.__main__ import main
 from hiqcache.commands.demo import prompts
 from hiqcache.sglang import demo
-from hiqcache.sglang.demo import PHASES, Answer, DemoFailed, Event, Started, serve
+from hiqcache.sglang.demo import ANSWER_TOKENS, PHASES, Answer, DemoFailed, Event, Started, serve
 
 TOKENS = [5, 6, 7]
 
@@ -116,7 +119,8 @@ def test_every_process_is_ended(interpreter, tmp_path):
 
 
 def _ends(pid: int) -> bool:
-    for _ in range(100):
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
         try:
             state = Path(f"/proc/{pid}/stat").read_text().split()[2]
         except FileNotFoundError:
@@ -144,23 +148,48 @@ def test_sudden_end(interpreter, tmp_path, script):
 # SGLang itself
 
 
-@pytest.mark.slow
-@pytest.mark.xdist_group("sample model")  # to make it once
-@pytest.mark.timeout(1800)
-def test_real_demo():
-    """int8 alone, to save a server: `bf16` and the same model are in test_serving.py."""
-    command = [sys.executable, "-m", "hiqcache", "demo", "--representation", "int8", "--json"]
+def real_demo(representation: str, *arguments: str) -> dict[str, Any]:
+    command = [sys.executable, "-m", "hiqcache", "demo", "--representation", representation, "--json", *arguments]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
-    (int8,) = json.loads(result.stdout)
-    assert (int8["bytes_per_token"], int8["l2_tokens"]) == (15_360, 65_105)
-    assert int8["restored_tokens"] > 2000
-    assert int8["restored_seconds"] < int8["cold_seconds"]
-    assert int8["answers"] == len(prompts())
-    assert int8["agreeing_tokens"] > int8["generated_tokens"] // 2
+    (summary,) = json.loads(result.stdout)
+    assert summary["representation"] == representation
+    assert summary["answers"] == len(prompts())
+    return summary
+
+
+def check_restored(summary: dict[str, Any], model: Path) -> None:
+    """All that could come back from L2 did. The last two prompts begin with the same word, which L1 may hold."""
+    from transformers import AutoTokenizer
+
+    tokens = AutoTokenizer.from_pretrained(model)(prompts())["input_ids"]
+    whole = sum(len(prompt) - 1 for prompt in tokens)
+    assert whole - 2 <= summary["restored_tokens"] <= whole
 
 
 @pytest.mark.slow
+def test_demo_of_a_tiny_model(tmp_path):
+    """With bf16, for which the demo itself demands the answers that L1 gives."""
+    model = tiny_model.add_tokenizer(tiny_model.make(tmp_path), prompts())
+    bf16 = real_demo("bf16", "--model", str(model))
+    assert bf16["bytes_per_token"] == 3 * 64 * 2 * 2 * tiny_model.LAYERS == 3072
+    assert bf16["l2_tokens"] == 10**9 // 3072 + 1
+    assert bf16["agreeing_tokens"] == bf16["generated_tokens"] == ANSWER_TOKENS * len(prompts())
+    check_restored(bf16, model)
+
+
+@pytest.mark.slow
+@pytest.mark.sweep
+@pytest.mark.xdist_group("sample model")  # to make it once
+def test_demo_of_the_real_model():
+    int8 = real_demo("int8")
+    assert (int8["bytes_per_token"], int8["l2_tokens"]) == (15_360, 65_105)
+    assert int8["agreeing_tokens"] > int8["generated_tokens"] // 2
+    check_restored(int8, sample_model.fetch())
+
+
+@pytest.mark.slow
+@pytest.mark.sweep
 def test_a_folder_without_a_model(tmp_path):
     result = subprocess.run(
         [sys.executable, "-m", "hiqcache", "demo", "--model", tmp_path], capture_output=True, text=True, check=False

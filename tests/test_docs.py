@@ -31,6 +31,7 @@ PAGES = (
     "performance",
     "planning",
     "quality",
+    "reliability",
     "reproducing",
     "sglang-integration",
     "writing-a-representation",
@@ -85,13 +86,15 @@ def test_every_setting_that_dumps_refuse_is_on_their_page():
 
 
 def hooks() -> dict[str, str]:
-    """Hooked name -> the hook, from `plugin.HOOKS` without importing SGLang."""
-    for node in parsed("hiqcache/sglang/plugin.py").body:
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.target.id == "HOOKS":
-            assert isinstance(node.value, ast.Tuple)
-            entries = [entry.elts for entry in node.value.elts if isinstance(entry, ast.Tuple)]
-            return {literals(target)[0]: ast.unparse(hook) for target, hook, _ in entries}
-    raise AssertionError("plugin.py has no HOOKS")
+    """Hooked name -> the hook, from both lists and without importing SGLang."""
+    found = {}
+    for module in ("asking", "hooks"):
+        for node in parsed(f"hiqcache/sglang/{module}.py").body:
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "HOOKS":
+                assert isinstance(node.value, ast.Tuple)
+                calls = [entry for entry in node.value.elts if isinstance(entry, ast.Call)]
+                found |= {literals(call.args[0])[0]: ast.unparse(call.args[1]) for call in calls}
+    return found
 
 
 def test_every_hook_has_a_section():

@@ -57,7 +57,7 @@ from hiqcache.inspect import writer
 from hiqcache.inspect.compare import compare
 from hiqcache.inspect.format import DumpError
 from hiqcache.inspect.reader import Dump
-from hiqcache.sglang import cpu, dump, plugin
+from hiqcache.sglang import cpu, dump, hooks
 from hiqcache.sglang.choice import Choice, Refused
 from hiqcache.sglang.pool import RepresentationHostPool
 
@@ -69,6 +69,13 @@ PAGES = 33
 
 def slots(*pages: int) -> torch.Tensor:
     return (torch.tensor(pages)[:, None] * 4 + torch.arange(4)).flatten()
+
+
+def flags(*pages: int) -> torch.Tensor:
+    """Pages of the pool, as `hold` wants them."""
+    chosen = torch.zeros(PAGES, dtype=torch.bool)
+    chosen[list(pages)] = True
+    return chosen
 
 
 def pages_of(indices: torch.Tensor | None) -> list[int]:
@@ -160,15 +167,15 @@ def pool() -> RepresentationHostPool:
 
 
 def test_occupied_pages(pool: RepresentationHostPool):
-    assert pool.occupied_pages().tolist() == []
+    assert not pool.occupied_pages().any()
     pool.alloc(12)
     pool.free(slots(1))
-    assert pool.occupied_pages().tolist() == [0, 2]
+    assert torch.equal(pool.occupied_pages(), flags(0, 2))
 
 
 def test_pages_freed_while_held_are_handed_out_only_afterwards(pool: RepresentationHostPool):
     pool.alloc(4 * 10)  # pages 0 to 9
-    pool.hold(range(6))
+    pool.hold(flags(*range(6)))
     assert pool.available_size() == 4 * (PAGES - 10)
     assert pool.free(slots(2, 7, 3, 8)) == 16
     assert pool.available_size() == 4 * (PAGES - 10 + 2)
@@ -180,7 +187,7 @@ def test_pages_freed_while_held_are_handed_out_only_afterwards(pool: Representat
 
 def test_free_pages_that_are_held_are_not_handed_out_either(pool: RepresentationHostPool):
     pool.alloc(4 * 2)
-    pool.hold((1, 5, 30))
+    pool.hold(flags(1, 5, 30))
     assert pages_of(pool.alloc(pool.available_size())) == [page for page in range(2, PAGES) if page not in (5, 30)]
     pool.free(slots(1, 2))
     assert pages_of(pool.alloc(pool.available_size())) == [2]
@@ -190,7 +197,7 @@ def test_free_pages_that_are_held_are_not_handed_out_either(pool: Representation
 
 def test_a_flush_does_not_hand_held_pages_out(pool: RepresentationHostPool):
     pool.alloc(4 * 10)
-    pool.hold((0, 4))
+    pool.hold(flags(0, 4))
     pool.free(slots(4))
     pool.clear()
     assert pages_of(pool.alloc(pool.available_size())) == [page for page in range(PAGES) if page not in (0, 4)]
@@ -200,7 +207,7 @@ def test_a_flush_does_not_hand_held_pages_out(pool: RepresentationHostPool):
 
 def test_holding_nothing_changes_nothing(pool: RepresentationHostPool):
     order = pool.free_slots.clone()
-    pool.hold((0,))
+    pool.hold(flags(0))
     pool.release()
     assert pages_of(pool.alloc(pool.available_size())) == pages_of(order)
     pool.free(slots(3))
@@ -216,14 +223,14 @@ def test_nothing_is_evicted_while_pages_are_held(pool: RepresentationHostPool):
         asked.append(arguments)
         return 16
 
-    pool.hold((0,))
-    assert plugin.around_evict_host(evict, cache, 16) == 0
+    pool.hold(flags(0))
+    assert hooks.around_evict_host(evict, cache, 16) == 0
     assert not asked
     pool.release()
-    assert plugin.around_evict_host(evict, cache, 16) == 16
+    assert hooks.around_evict_host(evict, cache, 16) == 16
     assert asked == [(cache, 16)]
     for other in (None, SimpleNamespace(entries=[SimpleNamespace(host_pool=object())])):
-        assert plugin.around_evict_host(evict, SimpleNamespace(host_pool_group=other), 16) == 16
+        assert hooks.around_evict_host(evict, SimpleNamespace(host_pool_group=other), 16) == 16
 
 
 # -- the schedulers' side ----------------------------------------------------------------------------------------------
@@ -294,7 +301,7 @@ def test_a_dump_from_first_to_last(tmp_path: pathlib.Path):
     }
     assert not scheduler.pool.holding
     with Dump(file) as opened:
-        assert opened.metadata.page_ids == tuple(range(10))
+        assert opened.metadata.page_ids.tolist() == list(range(10))
         assert opened.metadata.pool_pages == PAGES
         assert opened.metadata.sglang_version == "0.5.23"
         for part in Part:
@@ -320,7 +327,7 @@ def test_selections(tmp_path: pathlib.Path):
         scheduler.ask(dump.START, name=name, pages=pages)
         assert scheduler.finish()["pages"] == len(expected)
         with Dump(tmp_path / f"{name}-tp0.safetensors") as opened:
-            assert list(opened.metadata.page_ids) == expected
+            assert opened.metadata.page_ids.tolist() == expected
     for pages, message in [
         ("33", "no page 33; the pool's are 0 to 32"),
         ("5-1", "do not ascend"),
@@ -609,12 +616,12 @@ def backed_up(folder: pathlib.Path) -> dict[int, dict[Part, torch.Tensor]]:
 def check_values(file: pathlib.Path, rows: dict[int, dict[Part, torch.Tensor]]) -> None:
     """Every value in a dump is what the plain codec makes of the rows that were backed up."""
     with Dump(file) as opened:
-        assert opened.metadata.page_ids == tuple(range(30))
+        assert opened.metadata.page_ids.tolist() == list(range(30))
         representation = registry.get(opened.metadata.representation)(opened.geometry)
         assert opened.geometry.layers == tiny_model.LAYERS
         for part in Part:
             for layer in range(opened.geometry.layers):
-                values = torch.stack([rows[page][part][layer] for page in opened.metadata.page_ids])
+                values = torch.stack([rows[page][part][layer] for page in opened.metadata.page_ids.tolist()])
                 blocks = torch.empty(len(values), representation.layouts[part].block_bytes, dtype=torch.uint8)
                 representation.encode(values, part, blocks)
                 expected = torch.empty_like(values)
@@ -744,7 +751,7 @@ def test_an_engines_dump_beside_it(
     assert told[-1] == (30, 30)
     check_values(files[0], backed_up(rows))
     with Dump(int8_file) as lossy, Dump(files[0]) as exact:
-        assert lossy.metadata.page_ids == exact.metadata.page_ids
+        assert torch.equal(lossy.metadata.page_ids, exact.metadata.page_ids)
         for differences in compare(lossy, exact):
             assert differences.beyond_bound is not None
             assert not differences.beyond_bound.any()
@@ -845,8 +852,12 @@ def test_what_a_server_wrote():
 @pytest.mark.parametrize(
     ("status", "answer", "message"),
     [
-        (404, b"{}", "writes no dumps: start it with --hicache-representation NAME and --hicache-dump-dir DIR"),
-        (401, b"{}", "refused a request with no key: give its admin key in HIQCACHE_ADMIN_KEY or with --admin-key"),
+        (404, b"{}", "start it with --hicache-representation NAME, --hicache-dump-dir DIR and --admin-api-key KEY"),
+        (
+            401,
+            b"{}",
+            "a request with no key: give its admin key (--admin-api-key) in HIQCACHE_ADMIN_KEY or with --admin-key",
+        ),
         (400, b'{"error": "too full"}', "refused: too full"),
         (500, b"<html>", "refused with status 500"),
         (200, b"hello", "no sensible answer from"),

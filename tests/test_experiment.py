@@ -1,8 +1,7 @@
 """The experiments: their sizes, what they refuse to compare, their order, and a small one on a real server."""
 
 import json
-import subprocess
-import sys
+import multiprocessing
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +22,7 @@ from hiqcache.backends.int8 import Int8
 from hiqcache.capacity import tokens_of_ratio, tokens_of_size
 from hiqcache.geometry import KVGeometry
 
-SMOKE = Path(experiment.__file__).parent / "smoke.py"
+DOCS = Path(__file__).parents[1] / "docs"
 GEOMETRY = KVGeometry(layers=36, heads=8, head_dim=128, v_head_dim=128, page_size=1)
 WORKLOAD = Workload(groups=32, prompts_per_group=4, prefix=2048, question=128, output=32, concurrency=8)
 
@@ -110,7 +109,7 @@ def test_the_arithmetic_on_the_page():
     assert sizes == [147_456, 82_944, 73_728, 46_080]
     numbers = [*sizes, *(tokens_of_size(8, sizes[index], 1) for index in (0, 1, 3)), WORKLOAD.reusable_tokens]
     numbers += [54_254 * size for size in sizes[:2]]
-    page = (SMOKE.parents[1] / "docs" / "experiments.md").read_text()
+    page = (DOCS / "experiments.md").read_text()
     assert not [number for number in numbers if f"{number:,}" not in page]
 
 
@@ -328,11 +327,11 @@ def test_a_refusal_is_in_the_file_and_ends_the_report(result: Result, tmp_path: 
 
 
 def test_a_benchmark_that_hangs_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(experiment, "_bench_serving", lambda *_: time.sleep(60))
-    start = time.monotonic()
+    monkeypatch.setattr(experiment, "_bench_serving", lambda *_: time.sleep(3600))
+    before = multiprocessing.active_children()
     with pytest.raises(TimeoutError):
         experiment.bench_serving([], tmp_path, 0.2)
-    assert time.monotonic() - start < 10
+    assert set(multiprocessing.active_children()) <= set(before)
 
 
 def test_a_benchmark_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -342,7 +341,7 @@ def test_a_benchmark_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(experiment, "_bench_serving", fail)
     with pytest.raises(Broken, match="ended with status 2: no such option"):
-        experiment.bench_serving([], tmp_path, 10)
+        experiment.bench_serving([], tmp_path, 600)
 
 
 # -- reporting -------------------------------------------------------------------------------------------------------
@@ -381,21 +380,16 @@ def test_the_report_of_a_crossover_has_a_row_for_each_size(result: Result, tmp_p
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.skipif(experiment.torch.cuda.is_available(), reason="--small is for CPUs")
 def test_a_small_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The tool itself on real servers, and `tools/smoke.py` against one of them."""
+    """The tool itself on real servers, asked one request at a time: then hits do not depend on which is done first."""
     model = write_tokenizer(tiny_model.make(tmp_path / "tiny"), tiny_model.VOCABULARY)
-    smoked = []
-    conduct = experiment.conduct
-
-    def conduct_and_smoke(found: Experiment, servers: list[Server], *rest: Any) -> None:
-        conduct(found, servers, *rest)
-        command = [sys.executable, str(SMOKE), "--url", servers[-1].http.url]
-        smoked.append(subprocess.run(command, capture_output=True, text=True, timeout=60))
-
-    monkeypatch.setattr(experiment, "conduct", conduct_and_smoke)
+    small = experiment.small_size(model)["equal-budget"]
+    one_by_one = attrs.evolve(small, workload=attrs.evolve(small.workload, concurrency=1))
+    monkeypatch.setattr(experiment, "small_size", lambda _: {"equal-budget": one_by_one})
     options = ["--small", "--model", str(model), "--out", str(tmp_path), "--runs-dir", str(tmp_path / "runs")]
-    only = ["--only", "bf16", "--only", "int8", "--repeats", "1", "--limit", "280"]
+    only = ["--only", "bf16", "--only", "int8", "--repeats", "1"]
     answer = CliRunner().invoke(experiment.main, ["run", "equal-budget", *options, *only])
     assert answer.exit_code == 0, answer.output
 
@@ -412,9 +406,3 @@ def test_a_small_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     raw = sorted((tmp_path / "runs").iterdir())
     assert [json.loads(path.read_text())["completed"] for path in raw] == [27, 27]
     assert "| int8 | 256 | 577 | 2,048 | 1,181,696 |" in answer.output
-
-    (smoke,) = smoked
-    assert smoke.returncode == 0, smoke.stdout + smoke.stderr
-    assert "keeps L2 as int8" in smoke.stdout
-    assert "2,048 bytes per token" in smoke.stdout
-    assert "PASS: " in smoke.stdout

@@ -3,12 +3,18 @@
 In the traces by hand a letter is a token: `ask(cache, "aaab")` is a prompt of four tokens.
 """
 
+import contextlib
+import gzip
+import io
 import json
 import os
 import pathlib
 import random
+import re
+import sys
 import tracemalloc
 from collections.abc import Iterator
+from types import ModuleType
 
 import pytest
 from click.testing import CliRunner, Result
@@ -238,6 +244,12 @@ GOOD = '{"token_ids": [1], "output_length": 1}'
         (f'{{"token_ids": [{"1" * 5000}]}}', "not JSON: Exceeds the limit"),
         ("[" * 100_000, "not JSON: "),
         (b"\xff\xfe\xfd{}", "not UTF-8 text"),
+        (b"\x28\xb5\x2f\xfd\x04\x00", "of compressed files gzip alone is read"),
+        (
+            '{"conversations": [{"from": "human", "value": "Hi"}]}',
+            "a chat log in text (it has conversations); a trace has",
+        ),
+        ('{"model": "x", "messages": []}', "(it has messages); a trace has token_ids or hash_ids: docs/planning.md"),
         ("\0", "not JSON: "),
     ],
 )
@@ -254,6 +266,56 @@ def test_a_bad_line_is_one_sentence_with_its_number(line: str | bytes, why: str)
 def test_an_empty_trace_is_refused():
     with pytest.raises(MalformedTrace, match="holds no request"):
         list(read_trace([" \n", ""], page_size=1))
+
+
+@pytest.mark.parametrize("text", ['[{"id": "a", "conversations": []}]', '[\n {\n  "id": "a"\n }\n]'])
+def test_a_json_array_is_told_the_format(text: str):
+    """ShareGPT's files are one array, on one line or indented."""
+    with pytest.raises(MalformedTrace) as caught:
+        list(read_trace(["\n", *text.splitlines(keepends=True)], page_size=1))
+    message = str(caught.value)
+    assert message.startswith("trace line 2: a JSON array begins here; a trace has a JSON object on each line")
+    assert "If these are chat logs (ShareGPT): docs/planning.md#chat-logs" in message
+
+
+def test_chat_logs_are_converted_as_the_page_says(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
+    """The page's own program, with a tokenizer that makes a token of each letter."""
+
+    class Letters:
+        @staticmethod
+        def from_pretrained(model: str) -> type["Letters"]:
+            assert model == "model"
+            return Letters
+
+        @staticmethod
+        def apply_chat_template(messages: list[dict[str, str]], **options: bool) -> list[int]:
+            assert options == {"add_generation_prompt": True, "return_dict": False}
+            return letters("".join(f"<{message['role']}>{message['content']}" for message in messages) + "<assistant>")
+
+        @staticmethod
+        def encode(text: str, add_special_tokens: bool) -> list[int]:
+            assert not add_special_tokens
+            return letters(text)
+
+    turns = [("system", "Be brief."), ("human", "Hi"), ("gpt", "Hello"), ("human", "More"), ("gpt", ""), ("gpt", "No")]
+    chats = [{"id": "a", "conversations": [{"from": who, "value": text} for who, text in turns]}]
+    (tmp_path / "chats.json").write_text(json.dumps(chats))
+    text = (pathlib.Path(__file__).parents[1] / "docs/planning.md").read_text()
+    (program,) = re.findall(r"^### Chat logs$.*?^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    transformers = ModuleType("transformers")
+    transformers.AutoTokenizer = Letters  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "transformers", transformers)
+    monkeypatch.setattr("sys.argv", ["chats.py", "model", str(tmp_path / "chats.json")])
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(program, {})
+    first, second = read_trace(printed.getvalue().splitlines(), page_size=1)
+    opening = "<system>Be brief.<user>Hi<assistant>"
+    assert (first.prompt_tokens, first.output_tokens) == (len(opening), len("Hello"))
+    assert (second.prompt_tokens, second.output_tokens) == (len(f"{opening}Hello<user>More<assistant><assistant>"), 2)
+    server = cache(l1=1000, page=1)
+    server.serve(first)
+    assert server.serve(second) == Hit(len(f"{opening}Hell"), 0), "an answer's last token has no KV"
 
 
 # -- replays -----------------------------------------------------------------------------------------------------------
@@ -313,7 +375,7 @@ def test_the_table(trace: pathlib.Path):
     result = plan(trace, *QWEN3_8B, "--hicache-size", "8", "--hicache-size", "16", "--page-size", "64")
     assert result.exit_code == 0, result.output
     title, _, *rows = result.stdout.splitlines()
-    assert title == "80 requests, 160,000 prompt tokens"
+    assert title == "80 requests, 160,000 prompt tokens; both tiers evict by lru"
     assert [row.split() for row in rows] == [
         ["-", "no", "L2", "-", "0.0%", "0", "0"],
         # 27 prompts' 1,984 tokens fit in 54,272; going round 40 of them, LRU keeps none until it is needed.
@@ -329,6 +391,7 @@ def test_json_says_what_was_run(trace: pathlib.Path):
     document = json.loads(result.stdout)
     assert document["trace"]["name"] == "trace.jsonl"
     assert (document["l1_tokens"], document["write_policy"]) == (10_000, "write_back")
+    assert document["eviction_policy"] == "lru"
     int8 = document["representations"]["int8"]
     assert int8["bytes_per_token"] == 82_944
     assert [budget["pool_tokens"] for budget in int8["budgets"]] == [96_451]
@@ -377,7 +440,7 @@ def test_files_that_will_not_do(trace: pathlib.Path, tmp_path: pathlib.Path):
     os.mkfifo(pipe)
     result = plan(pipe, *QWEN3_8B)
     assert result.exit_code == 2
-    assert "is no regular file, and it is read for every budget" in result.stderr
+    assert "is not a regular file. It is read for every budget: give it as -." in result.stderr
     pytest.importorskip("matplotlib", reason="the extra `plot` is not installed")
     before = picture.read_bytes()
     result = plan(picture, *QWEN3_8B, "--hicache-size", "8", "--plot", str(picture))
@@ -392,6 +455,69 @@ def test_a_bad_trace_is_one_message(trace: pathlib.Path):
     result = plan(trace, *QWEN3_8B)
     assert (result.exit_code, result.stdout) == (1, "")
     assert result.stderr == "Error: trace line 81: not JSON: Expecting value at column 1\n"
+
+
+@pytest.mark.parametrize("name", ["trace.jsonl.gz", "trace"])
+def test_gzip_is_read_whatever_its_name(name: str, trace: pathlib.Path, tmp_path: pathlib.Path):
+    arguments = (*QWEN3_8B, "--hicache-size", "8")
+    plain = plan(trace, *arguments)
+    compressed = tmp_path / name
+    compressed.write_bytes(gzip.compress(trace.read_bytes()))
+    assert plan(compressed, *arguments).stdout == plain.stdout
+    assert plain.exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("damage", "why"),
+    [
+        (lambda data: data[:-20], "end-of-stream marker"),
+        (lambda data: data[:3], "end-of-stream marker"),
+        (lambda data: data[:-8] + bytes(8), "CRC check failed"),
+        (lambda data: data[:10] + b"\xff" * 20, "invalid block type"),
+    ],
+)
+def test_a_damaged_gzip_file_is_one_message(damage, why: str, trace: pathlib.Path):
+    trace.write_bytes(damage(gzip.compress(trace.read_bytes())))
+    result = plan(trace, *QWEN3_8B)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr.startswith("Error: the trace is a damaged gzip file: ")
+    assert why in result.stderr
+    assert isinstance(result.exception, SystemExit)
+
+
+@pytest.mark.parametrize("pack", [bytes, gzip.compress])
+def test_standard_input(pack, trace: pathlib.Path):
+    arguments = ["--device-tokens", "10000", *QWEN3_8B, "--hicache-size", "8", "--json"]
+    expected = json.loads(CliRunner().invoke(main, ["plan", str(trace), *arguments]).stdout)
+    result = CliRunner().invoke(main, ["plan", "-", *arguments], input=pack(trace.read_bytes()))
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout)
+    assert document["trace"]["name"] == "standard input"
+    assert document["representations"] == expected["representations"]
+    if pack is bytes:
+        assert document["trace"]["sha256"] == expected["trace"]["sha256"]
+
+
+def test_a_bad_standard_input_is_one_message():
+    result = CliRunner().invoke(main, ["plan", "-", "--device-tokens", "9", *QWEN3_8B], input="oops\n")
+    assert result.exit_code == 1
+    assert result.stderr == "Error: trace line 1: not JSON: Expecting value at column 1\n"
+
+
+def test_help_and_page_say_which_eviction_is_modelled():
+    """By SGLang's names, where it is installed."""
+    policies = {"lru", "lfu", "slru", "tlru", "priority"}
+    with contextlib.suppress(ImportError):
+        from sglang.srt.arg_groups.choices import RADIX_EVICTION_POLICY_CHOICES
+
+        assert set(RADIX_EVICTION_POLICY_CHOICES) == policies
+    texts = [CliRunner().invoke(main, ["plan", "--help"]).stdout]
+    texts.append((pathlib.Path(__file__).parents[1] / "docs/planning.md").read_text())
+    for text in texts:
+        (modelled, others) = re.findall(
+            r"--radix-eviction-policy[` ]+(\w+)[^;]*; ([^.]*) are not modelled", text.replace("\n", " ")
+        )[0]
+        assert {modelled, *re.findall(r"[a-z]?lru|lfu|priority", others)} == policies
 
 
 # -- SGLang itself -----------------------------------------------------------------------------------------------------

@@ -4,8 +4,11 @@ Servers here are `sgl.Engine` and SGLang's own command-line parsing; each is sto
 rest builds host pools over SGLang's real device pools.
 """
 
-import importlib.metadata
+import importlib
+import inspect
 import json
+import logging
+import os
 import pathlib
 import subprocess
 import sys
@@ -22,6 +25,7 @@ from hiqcache.representation import HostRepresentation
 sglang = pytest.importorskip("sglang", reason="needs the sglang extra")
 
 from pools import buffer_info, device_pool, host_pool  # noqa: E402
+from sglang.srt.managers.scheduler import Scheduler  # noqa: E402
 from sglang.srt.mem_cache.device_pool_info import (  # noqa: E402
     KVBufferLayout,
     KVScaleBuffers,
@@ -31,13 +35,13 @@ from sglang.srt.mem_cache.device_pool_info import (  # noqa: E402
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost  # noqa: E402
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache  # noqa: E402
 from sglang.srt.plugins import load_plugins  # noqa: E402
-from sglang.srt.plugins.hook_registry import HookRegistry  # noqa: E402
 from sglang.srt.runtime_context import get_parallel  # noqa: E402
 from sglang.srt.server_args import ServerArgs, prepare_server_args  # noqa: E402
 
-from hiqcache.sglang import choice, plugin, proof, rules  # noqa: E402
-from hiqcache.sglang.choice import ALIAS, ALLOW_UNTESTED, Choice, Refused, chosen  # noqa: E402
+from hiqcache.sglang import choice, hooks, pool, proof, rules, support  # noqa: E402
+from hiqcache.sglang.choice import ALIAS, FLAG, PARSED, Choice, Refused, chosen  # noqa: E402
 from hiqcache.sglang.pool import RepresentationHostPool  # noqa: E402
+from hiqcache.sglang.versions import ALLOW_UNTESTED  # noqa: E402
 
 load_plugins()
 
@@ -62,6 +66,13 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     }
     (directory / "config.json").write_text(json.dumps(fields))
     return directory
+
+
+@pytest.fixture(autouse=True)
+def no_command_line_yet():
+    """hiqcache remembers that this process parsed its flag."""
+    yield
+    os.environ.pop(PARSED, None)
 
 
 # -- settings of a server ------------------------------------------------------------------------------------------
@@ -195,6 +206,33 @@ def test_command_line_refusals_exit_with_a_sentence(config: pathlib.Path):
         parse(config, "--enable-hierarchical-cache", "--hicache-representation", "nf4")
 
 
+@pytest.mark.parametrize(("value", "asks"), [("1", True), (" 1 ", True), ("0", False), ("", False)])
+def test_values_of_the_alias(config: pathlib.Path, monkeypatch: pytest.MonkeyPatch, value: str, asks: bool):
+    monkeypatch.setenv(ALIAS, value)
+    assert (chosen(parse(config, "--enable-hierarchical-cache")) is not None) == asks
+    words = ("--enable-hierarchical-cache", "--config=nowhere.yaml")
+    if asks:
+        with pytest.raises(SystemExit, match="a host representation is asked for"):
+            parse(config, *words)
+    else:
+        assert chosen(parse(config, *words)) is None
+
+
+@pytest.mark.parametrize("value", ["true", "yes", "on", "int8", "2"])
+def test_other_values_of_the_alias(config: pathlib.Path, monkeypatch: pytest.MonkeyPatch, value: str):
+    monkeypatch.setenv(ALIAS, value)
+    with pytest.raises(SystemExit, match=f"{ALIAS}={value} asked for(.|\n)*Allowed: 1 .*, 0 or unset"):
+        parse(config, "--enable-hierarchical-cache")
+
+
+def test_rocm(monkeypatch: pytest.MonkeyPatch):
+    info = replaced(buffer_info(), device=torch.device("cuda"))
+    assert not list(pool._pool_violations(info, "page_first", {}))
+    monkeypatch.setattr(torch.version, "hip", "6.4.1")
+    (violation,) = pool._pool_violations(info, "page_first", {})
+    assert str(violation) == "GPU runtime: saw ROCm 6.4.1; allowed: CUDA; changed by PyTorch (one built for CUDA)"
+
+
 def test_alias(config: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(ALIAS, "1")
     asked = chosen(parse(config, "--enable-hierarchical-cache"))
@@ -217,12 +255,15 @@ def test_alias(config: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
     assert chosen(parse(config, "--enable-hierarchical-cache")) is None
 
 
-def test_untested_sglang(config: pathlib.Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
-    real = importlib.metadata.version
-    monkeypatch.setattr(choice.importlib.metadata, "version", lambda name: "0.6.0" if name == "sglang" else real(name))
-    words = ("--enable-hierarchical-cache", "--hicache-representation", "int8")
-    with pytest.raises(SystemExit, match=f"SGLang 0.6.0 is untested; tested: 0.5.23. {ALLOW_UNTESTED}=1 turns"):
+def test_untested_sglang(config: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(support, "sglang_version", "0.6.0")
+    words = ("--enable-hierarchical-cache", FLAG, "int8")
+    with pytest.raises(
+        SystemExit, match=rf"(?s)'int8', which.*SGLang 0.6.0 is not supported; supported: 0.5.23. {ALLOW_UNTESTED}=1"
+    ):
         parse(config, *words)
+    with pytest.raises(Refused, match=r"SGLang 0\.6\.0 is not supported"):
+        start_refused(config)
     assert chosen(parse(config, "--enable-hierarchical-cache")) is None
     monkeypatch.setenv(ALLOW_UNTESTED, "1")
     assert chosen(parse(config, *words)) is not None
@@ -230,12 +271,11 @@ def test_untested_sglang(config: pathlib.Path, monkeypatch: pytest.MonkeyPatch, 
 
 def test_a_hook_that_did_not_apply_stops_the_server(config: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
     target = "sglang.srt.managers.scheduler.Scheduler.get_init_info"
-    monkeypatch.setattr(HookRegistry, "_patched", HookRegistry._patched - {target})
-    with pytest.raises(Refused, match=f"did not apply the hooks on {target}"):
+    monkeypatch.setattr(Scheduler, "get_init_info", inspect.unwrap(Scheduler.get_init_info))
+    with pytest.raises(Refused, match=f"does not call hiqcache's hooks on {target}\\."):
         start_refused(config)
-    with pytest.raises(SystemExit) as stopped:
-        parse(config, "--enable-hierarchical-cache", "--hicache-representation", "int8")
-    assert stopped.value.code == 2, "an argument that the command line does not know"
+    with pytest.raises(SystemExit, match=f"(?s)'int8', which.*does not call hiqcache's hooks on {target}"):
+        parse(config, "--enable-hierarchical-cache", FLAG, "int8")
 
 
 def test_an_engine_that_starts_schedulers_its_own_way(config: pathlib.Path):
@@ -316,7 +356,7 @@ REFUSED_POOLS = [
     (lambda: replaced(buffer_info(), transfer_buffers=lambda: ()), {}, "relocatable device pool"),
     (lambda: on_meta(buffer_info()), {}, "saw meta; allowed: cuda or cpu; changed by --device"),
     (buffer_info, {"draft_buffer_infos": (None,)}, "1 packed draft layers; allowed: none"),
-    (buffer_info, {"pool_label": "draft"}, "saw pool 'draft'.*--speculative-algorithm"),
+    (buffer_info, {"pool_label": "draft"}, "pool beside the KV pool: saw 'draft'; allowed: 'kv'"),
     (buffer_info, {"allocator_type": "mooncake"}, r"\(L3\): saw mooncake; allowed: default"),
     (buffer_info, {"dcp_size": 2}, "decode context parallelism: saw 2; allowed: 1"),
 ]
@@ -344,12 +384,12 @@ def test_every_broken_rule_of_a_pool_is_listed():
 def test_pool_classes_that_are_not_the_plain_one(more: dict[str, Any]):
     from sglang.srt.mem_cache.pool_host import mha
 
-    token = plugin._building.set(Choice("int8", "a test", command_line=False))
+    token = hooks._building.set(Choice("int8", "a test", command_line=False))
     try:
         with pytest.raises(Refused, match="SGLang chose AsymmetricMHATokenToKVPoolHost for this model; allowed: MHA"):
             mha.get_mha_host_pool_cls(buffer_info(**more))
     finally:
-        plugin._building.reset(token)
+        hooks._building.reset(token)
     assert mha.get_mha_host_pool_cls(buffer_info()) is MHATokenToKVPoolHost, "untouched when nobody asked"
 
 
@@ -440,6 +480,133 @@ def test_catch_all():
         proof.pool_in_force(tree(ours, device=moving))
 
 
+def build(original: Any, *, device: Any = None, asked: Choice | None = None, **attributes: Any) -> Any:
+    """SGLang building a scheduler's cache with `original`, as far as the hook looks."""
+    settings = {"model_path": "none", "enable_hierarchical_cache": True}
+    record: Any = ServerArgs(**settings)
+    for name, value in attributes.items():
+        setattr(record, name, value)
+    if asked is not None:
+        setattr(record, choice._ATTRIBUTE, asked)
+    worker = SimpleNamespace(model_runner=SimpleNamespace(token_to_kv_pool=device or device_pool()))
+    with get_parallel().override(attn_tp_size=1, num_dp_ranks=1, pp_rank=0):
+        return hooks.around_build_kv_cache(original, server_args=record, tp_worker=worker)
+
+
+def failing(error: Exception) -> Any:
+    def original(**options: Any):
+        raise error
+
+    return original
+
+
+@pytest.fixture
+def stopped(monkeypatch: pytest.MonkeyPatch):
+    """A scheduler that ends itself raises this instead."""
+
+    class Stopped(Exception):
+        pass
+
+    def stop(code: int):
+        raise Stopped(code)
+
+    monkeypatch.setattr(hooks.os, "_exit", stop)
+    monkeypatch.setattr(hooks.logging, "shutdown", lambda: None)
+    return Stopped
+
+
+ASKED = Choice("int8", "a test", command_line=False)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("Not enough host memory available."),
+        NotImplementedError("not with this model"),
+        AssertionError("page_size must divide"),
+        MemoryError("no memory"),
+        OSError("no huge pages"),
+        Refused("not ours"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_what_a_user_can_change_ends_in_a_sentence(stopped: Any, error: Exception, caplog: pytest.LogCaptureFixture):
+    with pytest.raises(stopped, match="1"):
+        build(failing(error), asked=ASKED)
+    (line,) = [record for record in caplog.records if record.levelno >= logging.ERROR]
+    assert line.getMessage().startswith("hiqcache: host representation 'int8' (a test): ")
+    assert line.getMessage().endswith(str(error))
+    assert not line.exc_info
+    with pytest.raises(type(error)):
+        build(failing(error))  # asked by nobody, it is SGLang's business
+
+
+@pytest.mark.parametrize("error", [RuntimeError("broken"), TypeError("broken"), KeyError("broken"), AssertionError()])
+def test_a_bug_keeps_its_traceback(stopped: Any, error: Exception):
+    with pytest.raises(type(error)):
+        build(failing(error), asked=ASKED)
+
+
+@pytest.mark.parametrize(
+    ("error", "asked", "traced"),
+    [
+        (ValueError("too large"), ASKED, False),
+        (RuntimeError("broken"), ASKED, True),
+        (ValueError("too large"), None, True),
+    ],
+)
+def test_sglang_logs_no_traceback_of_what_ends_in_a_sentence(
+    stopped: Any, caplog: pytest.LogCaptureFixture, error: Exception, asked: Choice | None, traced: bool
+):
+    from sglang.srt.mem_cache.hybrid_cache import hybrid_pool_assembler
+
+    def original(**options: Any):
+        try:
+            raise error
+        except Exception:
+            hybrid_pool_assembler.logger.exception("failed")
+            raise
+
+    with pytest.raises((stopped, type(error))):
+        build(original, asked=asked)
+    (line,) = [record for record in caplog.records if record.name == hybrid_pool_assembler.logger.name]
+    assert bool(line.exc_info) == traced
+
+
+@pytest.mark.parametrize(
+    ("class_name", "module", "kind"),
+    [
+        ("SWAKVPool", "swa_memory_pool", "sliding-window layers in a pool of their own; --disable-hybrid-swa-memory"),
+        ("HybridLinearKVPool", "memory_pool", "recurrent or linear-attention layers"),
+        ("MLATokenToKVPool", "memory_pool", "multi-head latent attention"),
+    ],
+)
+def test_models_with_another_device_pool(
+    stopped: Any, caplog: pytest.LogCaptureFixture, class_name: str, module: str, kind: str
+):
+    """They are told what they are, before host memory is taken for them."""
+    pool_class = getattr(importlib.import_module(f"sglang.srt.mem_cache.{module}"), class_name)
+    with pytest.raises(stopped):
+        build(failing(RuntimeError("never reached")), device=object.__new__(pool_class), asked=ASKED)
+    assert f"saw device pool {class_name} ({kind}" in caplog.text
+
+
+@pytest.mark.parametrize("way", ["attribute", "alias"])
+def test_a_scheduler_started_past_the_launcher(
+    stopped: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, way: str
+):
+    monkeypatch.setenv(ALIAS, "1" if way == "alias" else "0")
+    attributes: dict[str, Any] = {"hicache_representation": "int8"} if way == "attribute" else {}
+    with pytest.raises(stopped):
+        build(failing(RuntimeError("never reached")), **attributes)
+    assert "'int8', which cannot be served.\nIts scheduler was started past SGLang's Engine" in caplog.text
+
+
+def test_a_scheduler_that_was_asked_for_nothing():
+    device: Any = "as it is"
+    assert build(lambda **options: options["tp_worker"].model_runner.token_to_kv_pool, device=device) == device
+
+
 def test_mla_is_caught():
     from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
     from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
@@ -476,9 +643,9 @@ def test_reports_pass_through_the_data_parallel_controller():
     controller: Any = object.__new__(DataParallelController)
     controller.server_args = record
     controller._scheduler_init_infos = [{proof.KEY: [{"a": 1}]}, {}]
-    assert plugin.after_controller_init_info({"status": "ready"}, controller) == {"status": "ready"}
+    assert hooks.after_controller_init_info({"status": "ready"}, controller) == {"status": "ready"}
     setattr(record, choice._ATTRIBUTE, Choice("int8", "a test", command_line=False))
-    assert plugin.after_controller_init_info({}, controller)[proof.KEY] == [{"a": 1}, None]
+    assert hooks.after_controller_init_info({}, controller)[proof.KEY] == [{"a": 1}, None]
 
 
 def test_storage_cannot_be_attached_at_run_time():
@@ -503,12 +670,12 @@ def test_automatic_size_counts_encoded_bytes():
     )
     stock = hicache_auto_size._estimate_hicache_bytes(params, None)
     assert stock == (1024 + 4) * 2 * 2 * 3 * 64 * 2
-    token = plugin._building.set(Choice("int8", "a test", command_line=False))
+    token = hooks._building.set(Choice("int8", "a test", command_line=False))
     try:
         with get_parallel().override(attn_tp_size=1):
             encoded = hicache_auto_size._estimate_hicache_bytes(params, None)
     finally:
-        plugin._building.reset(token)
+        hooks._building.reset(token)
     assert encoded == (1024 + 4) * 2 * 2 * 224  # 4 tokens x 198 bytes, padded to 896
 
 

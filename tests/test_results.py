@@ -12,7 +12,10 @@ REPOSITORY = pathlib.Path(__file__).parents[1]
 RESULTS = sorted((REPOSITORY / "docs" / "results").glob("*.json"))
 
 
-@pytest.mark.parametrize("arguments", [["experiment", "report"], ["quality", "report"], ["error_sources", "report"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [["experiment", "report"], ["quality", "report"], ["error_sources", "report"], ["key_biases", "report"]],
+)
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -32,7 +35,14 @@ def test_a_file_that_is_no_result(arguments: list[str], text: str, message: str,
 
 
 @pytest.mark.parametrize(
-    "command", [["quality", "run"], ["quality", "prompts"], ["error_sources", "run"], ["conformance", "verify"]]
+    "command",
+    [
+        ["quality", "run"],
+        ["quality", "prompts"],
+        ["error_sources", "run"],
+        ["conformance", "verify"],
+        ["key_biases", "run"],
+    ],
 )
 def test_a_file_that_cannot_be_written_is_refused_before_any_work(command: list[str], tmp_path: pathlib.Path):
     (tmp_path / "file").write_text("")

@@ -93,6 +93,7 @@ def test_no_network(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.xdist_group("sample model")  # to make it once
 def test_real_model():
     from safetensors import safe_open

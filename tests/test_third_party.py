@@ -7,14 +7,9 @@ import subprocess
 import sys
 
 import pytest
-from third_party import CHECK, MODULE, PAGE, PROJECT, Installed, files, install_third_party
+from third_party import CHECK, MODULE, PAGE, PROJECT, Installed, files
 
 MOST_LINES = 60
-
-
-@pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
-    return install_third_party(tmp_path_factory.mktemp("third-party") / "site")
 
 
 def run(installed: Installed, *arguments: str, cwd: pathlib.Path | None = None) -> str:

@@ -45,5 +45,10 @@ def install_third_party(directory: pathlib.Path) -> Installed:
     for name in (PROJECT, MODULE):
         (source / name).write_text(code[name], encoding="utf-8")
     pip_install(source, directory)
-    (name,) = tomllib.loads(code[PROJECT])["project"]["entry-points"]["hiqcache.representations"]
+    return installed_in(directory)
+
+
+def installed_in(directory: pathlib.Path) -> Installed:
+    """What `install_third_party` put into a folder."""
+    (name,) = tomllib.loads(files()[PROJECT])["project"]["entry-points"]["hiqcache.representations"]
     return Installed(directory, name)

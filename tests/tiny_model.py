@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+from collections.abc import Iterable
 
 import torch
 from safetensors.torch import save_file
@@ -27,7 +28,7 @@ CONFIG = {
 
 
 def make(directory: pathlib.Path) -> pathlib.Path:
-    """Write config.json and weights; serve with `skip_tokenizer_init`, there is no tokenizer."""
+    """Write config.json and weights; serve with `skip_tokenizer_init` unless a tokenizer is added."""
     generator = torch.Generator().manual_seed(0)
 
     def matrix(rows: int, columns: int) -> torch.Tensor:
@@ -48,4 +49,18 @@ def make(directory: pathlib.Path) -> pathlib.Path:
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(CONFIG))
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+def add_tokenizer(directory: pathlib.Path, texts: Iterable[str]) -> pathlib.Path:
+    """Write a tokenizer that has a token for each word of `texts`."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = dict.fromkeys(word for text in texts for word in text.split())
+    vocabulary = {"?": 0} | {word: number for number, word in enumerate(words, start=1)}
+    assert len(vocabulary) <= VOCABULARY
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
     return directory

@@ -65,10 +65,11 @@ def command(
     geometry = geometry_of(config, layers, heads, head_dim, v_head_dim, tp_size, page_size)
 
     from hiqcache.capacity import capacities
+    from hiqcache.model_config import key_biases
 
     results = capacities(geometry, tokens)
     show = _print_json if as_json else _print_table
-    show(geometry, results)
+    show(geometry, results, key_biases(config) if config else None)
     if all(isinstance(result, list) for result in results.values()):
         ctx.exit(1)
 
@@ -85,10 +86,12 @@ def _budget(size: int | None, ratio: float | None, device_tokens: int | None, pa
     raise click.UsageError("Give either --hicache-size, or --hicache-ratio together with --device-tokens.")
 
 
-def _print_table(geometry: "KVGeometry", results: "Results") -> None:
+def _print_table(geometry: "KVGeometry", results: "Results", biased: str | None) -> None:
     from rich.table import Column
 
+    from hiqcache import registry
     from hiqcache.commands._table import print_table
+    from hiqcache.key_biases import PAGE
 
     widths = " and ".join(str(dim) for dim in dict.fromkeys((geometry.head_dim, geometry.v_head_dim)))
     click.echo(
@@ -105,9 +108,16 @@ def _print_table(geometry: "KVGeometry", results: "Results") -> None:
             rows.append([name, *map("{:,}".format, counts), f"{result.gain:.2f}x, {result.saving:.1%} saved"])
     columns = [Column("name", no_wrap=True), *(Column(n, no_wrap=True, justify="right") for n in numbers)]
     print_table([*columns, "against BF16"], rows)
+    held = [name for name, result in results.items() if not isinstance(result, list)]
+    minding = [name for name in held if registry.get(name).key_bias_limit < math.inf]
+    if biased and minding:
+        click.echo(
+            f"K has biases in this model ({biased}), which may make {', '.join(minding)} inaccurate. A server warns "
+            f"of it when it starts. Figures: {PAGE}"
+        )
 
 
-def _print_json(geometry: "KVGeometry", results: "Results") -> None:
+def _print_json(geometry: "KVGeometry", results: "Results", biased: str | None) -> None:
     from attrs import asdict
 
     def fields(result: "Capacity | list[str]") -> dict:
@@ -117,6 +127,7 @@ def _print_json(geometry: "KVGeometry", results: "Results") -> None:
 
     document = {
         "geometry": {**asdict(geometry), "dtype": str(geometry.dtype).removeprefix("torch.")},
+        "key_biases": biased,
         "representations": {name: fields(result) for name, result in results.items()},
     }
     click.echo(json.dumps(document, indent=2))

@@ -25,12 +25,13 @@ PATIENCE_SECONDS = 600
     "--admin-key",
     envvar=KEY_VARIABLE,
     metavar="KEY",
-    help=f"The server's --admin-api-key, or its --api-key where it has no other. Best left to {KEY_VARIABLE}: other "
-    "users see a command line.",
+    help=f"The server's --admin-api-key. Best left to {KEY_VARIABLE}: other users see a command line.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a sentence.")
 def command(name: str, url: str, everything: bool, pages: str | None, admin_key: str | None, as_json: bool) -> None:
     """Have a server that runs with `--hicache-dump-dir DIR` write its L2 to DIR/NAME-tpN.safetensors, N the rank.
+
+    It takes the server's admin key (`--admin-api-key`), best from HIQCACHE_ADMIN_KEY.
 
     The server goes on serving; until the files are written its L2 evicts nothing, and takes new pages only where it has
     room. By default the pages that hold something are written. `hiqcache inspect` shows what is in a file;
@@ -110,10 +111,13 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 
 def _refusal(url: str, error: urllib.error.HTTPError, key: str | None) -> str:
     if error.code == 401:
-        needed = f"give its admin key in {KEY_VARIABLE} or with --admin-key"
+        needed = f"give its admin key (--admin-api-key) in {KEY_VARIABLE} or with --admin-key"
         return f"{url} refused {'this key' if key else 'a request with no key'}: {needed}"
     if error.code == 404:
-        return f"{url} writes no dumps: start it with --hicache-representation NAME and --hicache-dump-dir DIR"
+        return (
+            f"{url} writes no dumps: start it with --hicache-representation NAME, --hicache-dump-dir DIR and "
+            "--admin-api-key KEY"
+        )
     if target := error.headers.get("Location"):
         return f"{url} sends on to {target}: give --url the server's own address"
     try:

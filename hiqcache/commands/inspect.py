@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 _FILE = click.Path(dir_okay=False, path_type=Path)
 WORST = 8
 """Heads that are named."""
+_JSON_PIECES = 10_000
+"""Of a JSON document that are printed together; as a whole it can be larger than the file."""
 UNRELATED = 1.0
 """A relative error beyond which two dumps do not hold the same KV; that of unrelated values is 1.4."""
 
@@ -82,7 +85,7 @@ def _describe(dump: "Dump", plot: Path | None, as_json: bool) -> None:
     if as_json:
         figures = {each.name: _figures(each) for each in statistics}
         document = {**_header(dump), "sections": figures, "worst_heads": worst, "findings": findings}
-        click.echo(json.dumps(document | {"unknown": unknown}, indent=2))
+        _print_json(document | {"unknown": unknown})
     else:
         _print_header(dump)
         _print_statistics(statistics)
@@ -94,6 +97,14 @@ def _describe(dump: "Dump", plot: Path | None, as_json: bool) -> None:
             click.echo(f"unknown: {line}")
     if plot:
         draw(maps_of_statistics(statistics), _title(dump), plot)
+
+
+def _print_json(document: dict) -> None:
+    """Print a document whose tables may be tensors."""
+    pieces = json.JSONEncoder(indent=2, default=_plain).iterencode(document)
+    while batch := "".join(islice(pieces, _JSON_PIECES)):
+        click.echo(batch, nl=False)
+    click.echo()
 
 
 def _header(dump: "Dump") -> dict:
@@ -173,13 +184,13 @@ def _worst_bits(statistics: "Sequence[SectionStatistics]") -> dict[str, float]:
 
 
 def _extreme(values: "dict[str, torch.Tensor | None]", largest: bool) -> dict[str, float]:
-    found = [
-        (float(tensor[layer, head]), f"{name} layer {layer} head {head}")
-        for name, tensor in values.items()
-        if tensor is not None
-        for layer in range(tensor.shape[0])
-        for head in range(tensor.shape[1])
-    ]
+    found = []
+    for name, tensor in values.items():
+        if tensor is None:
+            continue
+        for place in tensor.flatten().sort(descending=largest, stable=True).indices[:WORST].tolist():
+            layer, head = divmod(place, tensor.shape[1])
+            found.append((float(tensor[layer, head]), f"{name} layer {layer} head {head}"))
     return {name: value for value, name in sorted(found, reverse=largest)[:WORST]}
 
 
@@ -194,8 +205,11 @@ def _findings(statistics: "Sequence[SectionStatistics]") -> list[str]:
                 f"{each.name} has {bad:,} elements that are NaN or infinite (layers {where}): the KV on the device was"
             )
         if each.payload and each.zero is not None:
-            for layer, head in (each.zero == 1).nonzero().tolist():
+            zero = (each.zero == 1).nonzero()
+            for layer, head in zero[:WORST].tolist():
                 lines.append(f"{each.name}: layer {layer}, head {head} is zero throughout")
+            if len(zero) > WORST:
+                lines.append(f"{each.name}: {len(zero) - WORST:,} more heads are zero throughout")
     return lines
 
 
@@ -221,22 +235,27 @@ def _unknown(dump: "Dump", statistics: "Sequence[SectionStatistics]") -> list[st
 
 
 def _figures(each: "SectionStatistics") -> dict:
-    optional = {"zero": each.zero, "saturated": each.saturated, "bits": each.bits}
     return {
         "dtype": _dtype(each.dtype),
         "payload": each.payload,
         "per_head": each.per_head,
         "elements": each.count,
-        "smallest": _plain(each.smallest),
-        "largest": _plain(each.largest),
-        **{name: None if values is None else _plain(values) for name, values in optional.items()},
-        "not_finite": each.not_finite.tolist(),
+        "smallest": each.smallest,
+        "largest": each.largest,
+        "zero": each.zero,
+        "saturated": each.saturated,
+        "bits": each.bits,
+        "not_finite": each.not_finite,
     }
 
 
 def _plain(values: "torch.Tensor") -> list[list[float | None]]:
+    return [[_finite(value) for value in row] for row in values.tolist()]
+
+
+def _finite(value: float) -> float | None:
     """JSON knows no NaN and no infinity."""
-    return [[value if math.isfinite(value) else None for value in row] for row in values.tolist()]
+    return value if math.isfinite(value) else None
 
 
 # -- two dumps ---------------------------------------------------------------------------------------------------------
@@ -257,10 +276,10 @@ def _compare(dump: "Dump", reference: "Dump", plot: Path | None, as_json: bool) 
             "reference": _header(reference),
             "pages": pages,
             **{each.part.value: _figures_of_differences(each) for each in differences},
-            "worst_heads": {name: value if math.isfinite(value) else None for name, value in worst.items()},
+            "worst_heads": {name: _finite(value) for name, value in worst.items()},
             "findings": findings,
         }
-        click.echo(json.dumps(document, indent=2))
+        _print_json(document)
     else:
         _print_header(dump)
         _print_header(reference)
@@ -275,7 +294,11 @@ def _compare(dump: "Dump", reference: "Dump", plot: Path | None, as_json: bool) 
 
 def _overall(each: "Differences") -> float:
     error, size = (float(values.square().mean().sqrt()) for values in (each.error, each.size))
-    return error / size if error else 0.0
+    return _ratio(error, size)
+
+
+def _ratio(error: float, size: float) -> float:
+    return 0.0 if not error else error / size if size else math.inf
 
 
 def _print_differences(differences: "Sequence[Differences]") -> None:
@@ -295,7 +318,7 @@ def _print_differences(differences: "Sequence[Differences]") -> None:
                     str(layer),
                     f"{size:.4g}",
                     f"{error:.4g}",
-                    f"{error / size if error else 0:.3%}",
+                    f"{_ratio(error, size):.3%}",
                     f"{float(relative.max()):.3%}",
                     str(int(relative.argmax())),
                     f"{float(each.largest_error[layer].max()):.4g}",
@@ -324,11 +347,11 @@ def _findings_of_differences(differences: "Sequence[Differences]") -> list[str]:
 def _figures_of_differences(each: "Differences") -> dict:
     return {
         "values": each.count,
-        "relative_rms_error": _overall(each),
-        "rms_error": _plain(each.error),
-        "rms_value": _plain(each.size),
-        "relative_error": _plain(each.relative_error),
-        "largest_error": _plain(each.largest_error),
-        "not_finite": each.not_finite.tolist(),
-        "beyond_bound": None if each.beyond_bound is None else each.beyond_bound.tolist(),
+        "relative_rms_error": _finite(_overall(each)),
+        "rms_error": each.error,
+        "rms_value": each.size,
+        "relative_error": each.relative_error,
+        "largest_error": each.largest_error,
+        "not_finite": each.not_finite,
+        "beyond_bound": each.beyond_bound,
     }

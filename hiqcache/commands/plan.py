@@ -1,9 +1,13 @@
 """`hiqcache plan`: what a smaller representation would gain on a trace of requests."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 import click
 
@@ -19,10 +23,13 @@ _COUNT = click.IntRange(1, 65_536)
 _POLICIES = ("write_through", "write_through_selective", "write_back")
 """Values of `WritePolicy`, whose module imports torch: seconds that --help need not wait."""
 _BUDGETS = (16, 32, 64, 128, 256, 512, 1024)
+_EVICTION = "lru"
+"""The only `--radix-eviction-policy` that is modelled."""
+_STDIN = Path("-")
 
 
 @click.command
-@click.argument("trace", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.argument("trace", type=click.Path(exists=True, dir_okay=False, allow_dash=True, path_type=Path))
 @click.option("--config", metavar="PATH", help="The model's Hugging Face config.json, or the folder that holds it.")
 @click.option("--layers", type=_COUNT, help="Layers with KV; instead of --config.")
 @click.option("--heads", type=_COUNT, help="KV heads of the whole model; instead of --config.")
@@ -72,8 +79,12 @@ def command(
 ) -> None:
     """Replay TRACE for every representation at the same host budgets.
 
-    TRACE is a Mooncake trace, or JSON Lines of token ids or prefix hashes; docs/planning.md describes both, and which
-    of SGLang's rules are followed. The model is given by --config, or by --layers, --heads and --head-dim.
+    TRACE is a Mooncake trace, or JSON Lines of token ids or prefix hashes, gzip or not; - is standard input.
+    docs/planning.md describes both, and which of SGLang's rules are followed. The model is given by --config, or by
+    --layers, --heads and --head-dim.
+
+    Both tiers evict as --radix-eviction-policy lru does, SGLang's default; lfu, slru, tlru and priority are not
+    modelled.
 
     The exit status is 1 if no representation can hold the model.
     """
@@ -81,23 +92,38 @@ def command(
     from hiqcache.plan.cache import Limits, WritePolicy
     from hiqcache.plan.plot import draw
 
-    if not trace.is_file():  # a pipe can be read once
-        raise click.BadParameter(f"{str(trace)!r} is no regular file, and it is read for every budget.")
+    if trace != _STDIN and not trace.is_file():  # a pipe can be read once
+        raise click.BadParameter(f"{str(trace)!r} is not a regular file. It is read for every budget: give it as -.")
     spare(plot, trace)
     geometry = geometry_of(config, layers, heads, head_dim, None, tp_size, page_size)
     limits = Limits(l1_tokens=device_tokens, l2_tokens=0, page_size=page_size, policy=WritePolicy(policy))
     bytes_per_token, refused = _representations(geometry)
-    plan = _replay(trace, limits, bytes_per_token, sorted(set(budgets)))
-    if not plan.without_l2.requests:
-        raise HiqcacheError(f"L1 of {device_tokens:,} tokens is too small for every request of {trace.name}")
-    if as_json:
-        click.echo(json.dumps(_document(trace, geometry, limits, bytes_per_token, refused, plan), indent=2))
-    else:
-        _print(plan, refused)
+    name = "standard input" if trace == _STDIN else trace.name
+    with _readable(trace) as file:
+        plan = _replay(file, limits, bytes_per_token, sorted(set(budgets)))
+        if not plan.without_l2.requests:
+            raise HiqcacheError(f"L1 of {device_tokens:,} tokens is too small for every request of {name}")
+        if as_json:
+            document = _document(file, name, geometry, limits, bytes_per_token, refused, plan)
+            click.echo(json.dumps(document, indent=2))
+        else:
+            _print(plan, refused)
     if plot:
-        draw(plan, f"{trace.name}, L1 of {device_tokens:,} tokens", plot)
+        draw(plan, f"{name}, L1 of {device_tokens:,} tokens", plot)
     if not bytes_per_token:
         ctx.exit(1)
+
+
+@contextmanager
+def _readable(trace: Path) -> Iterator[Path]:
+    """The trace as a file that can be read many times: itself, or a temporary copy of standard input."""
+    if trace != _STDIN:
+        yield trace
+        return
+    with tempfile.NamedTemporaryFile(prefix="hiqcache-trace-") as copy:
+        shutil.copyfileobj(sys.stdin.buffer, copy)
+        copy.flush()
+        yield Path(copy.name)
 
 
 def _representations(geometry: "KVGeometry") -> tuple[dict[str, int], dict[str, str]]:
@@ -118,13 +144,15 @@ def _replay(trace: Path, limits: "Limits", bytes_per_token: Mapping[str, int], b
     from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
     from hiqcache.plan.replay import make_plan
-    from hiqcache.plan.trace import Request, read_trace
+    from hiqcache.plan.trace import Request, lines_of, read_trace
 
     def requests(progress: Progress, task: TaskID) -> Iterator[Request]:
-        def lines(file: Iterable[bytes]) -> Iterator[bytes]:
-            for line in file:
+        def lines(file: BinaryIO) -> Iterator[bytes]:
+            before = 0
+            for line in lines_of(file):
                 yield line
-                progress.advance(task, len(line))
+                progress.advance(task, file.tell() - before)  # bytes of the file, compressed or not
+                before = file.tell()
 
         with trace.open("rb") as file:
             yield from read_trace(lines(file), limits.page_size)
@@ -143,7 +171,7 @@ def _print(plan: "Plan", refused: Mapping[str, str]) -> None:
     from hiqcache.commands._table import print_table
 
     alone = plan.without_l2
-    click.echo(f"{alone.requests:,} requests, {alone.prompt_tokens:,} prompt tokens")
+    click.echo(f"{alone.requests:,} requests, {alone.prompt_tokens:,} prompt tokens; both tiers evict by {_EVICTION}")
     if alone.refused:
         click.echo(f"{alone.refused:,} more do not fit in L1 and are left out")
 
@@ -165,6 +193,7 @@ def _print(plan: "Plan", refused: Mapping[str, str]) -> None:
 
 def _document(
     trace: Path,
+    name: str,
     geometry: "KVGeometry",
     limits: "Limits",
     bytes_per_token: Mapping[str, int],
@@ -174,7 +203,6 @@ def _document(
     import hashlib
     import platform
     import shlex
-    import sys
 
     from attrs import asdict
 
@@ -191,11 +219,12 @@ def _document(
         "hiqcache": __version__,
         "python": platform.python_version(),
         "rules": RULES,
-        "trace": {"name": trace.name, "sha256": digest},
+        "trace": {"name": name, "sha256": digest},
         "geometry": {**asdict(geometry), "dtype": str(geometry.dtype).removeprefix("torch.")},
         "l1_tokens": limits.l1_tokens,
         "chunk_tokens": limits.chunk_tokens,
         "write_policy": limits.policy.value,
+        "eviction_policy": _EVICTION,
         "without_l2": figures(plan.without_l2),
         "representations": {
             name: {

@@ -8,7 +8,7 @@ from attrs import field, frozen
 
 from hiqcache.geometry import KVGeometry, Part
 from hiqcache.inspect.format import DumpError
-from hiqcache.inspect.reader import Dump
+from hiqcache.inspect.reader import CHUNK_VALUES, Dump, boxes
 from hiqcache.representation import HostRepresentation
 
 LOSSLESS = "bf16-v1"
@@ -58,11 +58,12 @@ def shared_pages(dump: Dump, reference: Dump) -> tuple[torch.Tensor, torch.Tenso
     ours["TP rank"], theirs["TP rank"] = dump.metadata.tp_rank, reference.metadata.tp_rank
     if differ := [f"{name} {ours[name]} and {theirs[name]}" for name in ours if ours[name] != theirs[name]]:
         raise DumpError(f"{dump.file} and {reference.file} cannot be compared: {'; '.join(differ)}")
-    first, second = torch.tensor(dump.metadata.page_ids), torch.tensor(reference.metadata.page_ids)
-    here, there = torch.isin(first, second), torch.isin(second, first)
-    if not here.any():
+    first, second = dump.metadata.page_ids, reference.metadata.page_ids
+    there = torch.searchsorted(second, first).clamp_(max=len(second) - 1)  # where it is, if it is in there
+    here = (second[there] == first).nonzero()[:, 0]
+    if not len(here):
         raise DumpError(f"{dump.file} and {reference.file} have no page in common")
-    return here.nonzero()[:, 0], there.nonzero()[:, 0]
+    return here, there[here]
 
 
 def compare(
@@ -98,21 +99,23 @@ def _compare_part(
     bounded = reference.metadata.format_tag == LOSSLESS
     for layer in range(layers):
         for here, there in _pieces(*positions, span=next(dump.chunks()).stop):
-            values = dump.decode(representations[0], part, layer, here)
-            exact = reference.decode(representations[1], part, layer, there)
-            finite = values.isfinite() & exact.isfinite()
-            differences = torch.where(finite, values.double() - exact.double(), 0)
-            kept = torch.where(finite, exact, 0)
-            squares[layer] += _by_head(differences.square())
-            reference_squares[layer] += _by_head(kept.double().square())
-            largest[layer] = torch.maximum(largest[layer], differences.abs().amax((0, 1, 3)))
-            compared[layer] += _by_head(finite)
-            not_finite[layer] += _by_head(values.isfinite() != exact.isfinite())
-            if bounded:
-                bound = representations[0].error_bound(kept, values)
-                bounded = bound is not None
-                if bound is not None:
-                    beyond[layer] += _by_head((differences.abs() > bound) & finite)
+            decoded = dump.decode(representations[0], part, layer, here)
+            expected = reference.decode(representations[1], part, layer, there)
+            for box in boxes(decoded.shape[:3], CHUNK_VALUES // decoded.shape[3]):
+                values, exact, into = decoded[box], expected[box], (layer, box[2])
+                finite = values.isfinite() & exact.isfinite()
+                differences = torch.where(finite, values.double() - exact.double(), 0)
+                kept = torch.where(finite, exact, 0)
+                squares[into] += _by_head(differences.square())
+                reference_squares[into] += _by_head(kept.double().square())
+                largest[into] = torch.maximum(largest[into], differences.abs().amax((0, 1, 3)))
+                compared[into] += _by_head(finite)
+                not_finite[into] += _by_head(values.isfinite() != exact.isfinite())
+                if bounded:
+                    bound = representations[0].error_bound(kept, values)
+                    bounded = bound is not None
+                    if bound is not None:
+                        beyond[into] += _by_head((differences.abs() > bound) & finite)
         progress(1)
     return Differences(
         part=part,

@@ -30,7 +30,8 @@ def write_decoded(dump: Dump, file: Path, progress: Callable[[int], None] = lamb
     ]
     text = dump.metadata.to_text()
     text["hiqcache.decoded"] = text.pop("hiqcache.dump")  # it is no dump: whoever opens it as one is told so
-    with SafetensorsWriter(file, specs, text) as writer:
+    with SafetensorsWriter(file, specs) as writer:
+        writer.begin(text)
         for part in Part:
             for layer in range(geometry.layers):
                 for pages in dump.chunks():

@@ -11,6 +11,9 @@ from hiqcache.inspect.compare import Differences
 from hiqcache.inspect.statistics import SectionStatistics
 from hiqcache.plotting import require_plotting, save
 
+WIDEST, TALLEST = 24.0, 60.0
+"""Inches of a picture, whatever the numbers of heads, layers and maps: at 150 dots an inch some 130 MB in memory."""
+
 
 @frozen(eq=False)
 class HeatMap:
@@ -62,9 +65,10 @@ def draw(maps: Sequence[HeatMap], title: str, file: Path) -> None:
     from matplotlib.ticker import MaxNLocator
 
     layers, heads = next(iter(maps[0].values.values())).shape
-    height = max(2.2, min(0.12 * layers + 1, 8))
-    figure = Figure(figsize=(max(7.0, 0.5 * heads + 4), height * len(maps) + 0.5), layout="constrained")
-    figure.suptitle(title)
+    height = min(max(2.2, min(0.12 * layers + 1, 8)), TALLEST / len(maps))
+    width = max(7.0, min(0.5 * heads + 4, WIDEST))
+    figure = Figure(figsize=(width, height * len(maps) + 0.5), layout="constrained")
+    figure.suptitle(title, parse_math=False)
     grid = figure.subplots(len(maps), len(Part), squeeze=False)
     for row, each in zip(grid, maps, strict=True):
         finite = torch.cat([values[values.isfinite()] for values in each.values.values()])
@@ -74,7 +78,8 @@ def draw(maps: Sequence[HeatMap], title: str, file: Path) -> None:
                 axes.set_axis_off()
                 continue
             image = axes.imshow(each.values[part].numpy(), aspect="auto", vmin=low, vmax=high, interpolation="nearest")
-            axes.set(title=f"{part.name}: {each.title}", xlabel="head", ylabel="layer")
+            axes.set_title(f"{part.name}: {each.title}", parse_math=False)
+            axes.set(xlabel="head", ylabel="layer")
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
             axes.yaxis.set_major_locator(MaxNLocator(integer=True))
             figure.colorbar(image, ax=axes)

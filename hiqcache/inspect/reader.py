@@ -1,9 +1,13 @@
-"""Opening a dump, finding out what is wrong with it, and reading it piece by piece."""
+"""Opening a dump, finding out what is wrong with it, and reading it piece by piece.
+
+A file may claim anything. What it claims is compared with the bytes that it has before any memory is taken for it, and
+what nothing in the file pays for (figures, rows of tables) has a limit.
+"""
 
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import safetensors
@@ -12,13 +16,23 @@ from attrs import frozen
 
 from hiqcache import registry
 from hiqcache.geometry import HiqcacheError, KVGeometry, Part
-from hiqcache.inspect.format import DTYPES, DumpError, Metadata, dumped_sections, tensor_name
+from hiqcache.inspect.format import DTYPES, LARGEST_HEADER, DumpError, Metadata, dumped_sections, tensor_name
 from hiqcache.representation import HostRepresentation
 
 CHUNK_VALUES = 4 << 20
 """Values of KV looked at together; what is in memory at once is some tens of bytes for each."""
-_LARGEST_HEADER = 100_000_000
-"""safetensors' own limit."""
+MOST_LAYERS = 1 << 10
+MOST_FIGURES = 1 << 20
+"""Heads of a file, over all its layers and tensors; each becomes a few figures of its own."""
+MOST_TENSORS = 32
+MOST_AXES = 8
+LONGEST_NAME = 100
+"""Characters of a tensor's name."""
+_MOST_STRINGS = 10_000
+"""Quotation marks and backslashes in a header; a dump's has a few hundred."""
+_LONGEST_REST = 1 << 18
+"""Bytes of a header outside its strings: numbers, brackets and commas. A dump's has a few thousand."""
+_INT64 = 2**63 - 1
 
 
 @frozen
@@ -56,11 +70,11 @@ class Dump:
         try:
             header = _header(file)
             text = header.pop("__metadata__", {})
-            axes = (_entry(name, entry)[1] for name, entry in header.items())
+            tensors = {name: _entry(name, entry) for name, entry in header.items()}
             # An axis may have any length where another is 0.
-            most_pages = max((shape[1] for shape in axes if len(shape) > 1 and 0 not in shape), default=0)
-            self.metadata = Metadata.from_text(text, most_pages)
-            self.sections = _sections(header, self.metadata)
+            paged = (shape for _, shape, _ in tensors.values() if len(shape) > 1 and 0 not in shape)
+            self.metadata = Metadata.from_text(text, most_pages=max((shape[1] for shape in paged), default=0))
+            self.sections = _sections(tensors, self.metadata)
             self._tensors = safetensors.safe_open(file, framework="pt")
             self._tensors.__enter__()
         except DumpError as error:
@@ -93,7 +107,7 @@ class Dump:
         for first in range(0, self.pages, step):
             yield slice(first, min(first + step, self.pages))
 
-    def read(self, part: Part, section: str, layer: int, pages: slice | torch.Tensor) -> torch.Tensor:
+    def read(self, part: Part, section: str, layer: int, pages: slice | torch.Tensor, *within: slice) -> torch.Tensor:
         """Some pages of a section in one layer, `[pages, *section.shape]`.
 
         Args:
@@ -101,10 +115,11 @@ class Dump:
             section: its name.
             layer: of this rank's layers.
             pages: a slice of the page axis, or ascending positions on it.
+            within: slices of the section's axes, with a slice of pages only.
         """
         tensor = self._tensors.get_slice(tensor_name(part, section))
         if isinstance(pages, slice):
-            return tensor[layer, pages]
+            return tensor[(layer, pages, *within)]
         first = int(pages[0])
         return tensor[layer, first : int(pages[-1]) + 1][pages - first]
 
@@ -170,14 +185,17 @@ def _header(file: Path) -> dict:
         if size < 8:
             raise DumpError(f"it is no safetensors file: it has {size} bytes, and a header alone has more")
         length = int.from_bytes(opened.read(8), "little")
-        if length > _LARGEST_HEADER:
+        if length > LARGEST_HEADER:
             raise DumpError("it is no safetensors file: its first 8 bytes are no length of a header")
         if length > size - 8:
             raise DumpError(f"it is truncated: its header has {length:,} bytes, the file {size:,}")
         raw = opened.read(length)
+    _require_short(raw)
     try:
-        header = json.loads(raw)
+        header = json.loads(raw.decode(), object_pairs_hook=_table)  # of bytes it takes UTF-16 too
     except (ValueError, RecursionError) as error:
+        if isinstance(error, DumpError):
+            raise
         raise DumpError("it is no safetensors file: its header is not JSON") from error
     if not isinstance(header, dict) or not isinstance(header.get("__metadata__", {}), dict):
         raise DumpError("it is no safetensors file: its header is not a table of tensors")
@@ -190,24 +208,54 @@ def _header(file: Path) -> dict:
     return header
 
 
+def _require_short(raw: bytes) -> None:
+    """Check that a header would become few Python objects: each can be ten times as large as its text."""
+    if raw.count(b'"') <= _MOST_STRINGS and raw.count(b"\\") <= _MOST_STRINGS:
+        strings_and_rest = raw.replace(rb"\\", b"").replace(rb"\"", b"").split(b'"')
+        if sum(map(len, strings_and_rest[::2])) <= _LONGEST_REST:
+            return
+    raise DumpError(f"it is no dump of hiqcache: its header, of {len(raw):,} bytes, has far more in it than a dump's")
+
+
+def _table(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """A JSON object; of two entries of one name, safetensors might take the other."""
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        raise DumpError("it is no safetensors file: two entries of its header have the same name")
+    return table
+
+
 def _entry(name: str, entry: object) -> tuple[torch.dtype, tuple[int, ...], tuple[int, int]]:
+    if len(name) > LONGEST_NAME or not name.isprintable():
+        raise DumpError(
+            f"tensor {name[:LONGEST_NAME]!r}... has a name of {len(name):,} characters; allowed: up to {LONGEST_NAME}, "
+            "all of them printable"
+        )
     match entry:
         case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [int(begin), int(end)]} if all(
-            type(axis) is int and axis >= 0 for axis in shape
+            type(number) is int and 0 <= number <= _INT64 for number in (*shape, begin, end)
         ):
             if dtype not in DTYPES:
-                raise DumpError(f"tensor {name!r} has element type {dtype!r}; known: {', '.join(DTYPES)}")
+                raise DumpError(f"tensor {name!r} has element type {dtype[:80]!r}; known: {', '.join(DTYPES)}")
+            if len(shape) > MOST_AXES:
+                raise DumpError(f"tensor {name!r} has {len(shape):,} axes; allowed: up to {MOST_AXES}")
+            needed = math.prod(shape) * DTYPES[dtype].itemsize
+            if needed != end - begin:
+                raise DumpError(
+                    f"tensor {name!r} has {end - begin:,} bytes in the file; axes {shape} of {dtype} need {needed:,}"
+                )
             return DTYPES[dtype], tuple(shape), (begin, end)
     raise DumpError(f"tensor {name!r} is not described as safetensors does: {str(entry)[:80]}")
 
 
-def _sections(header: Mapping[str, object], metadata: Metadata) -> dict[Part, dict[str, StoredSection]]:
+def _sections(
+    tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...], tuple[int, int]]], metadata: Metadata
+) -> dict[Part, dict[str, StoredSection]]:
     geometry, sections = metadata.geometry, {part: {} for part in Part}
-    for name, entry in header.items():
+    for name, (dtype, shape, _) in tensors.items():
         letter, dot, section = name.partition(".")
         if not dot or letter not in {part.value for part in Part}:
             raise DumpError(f"tensor {name!r} is none of a dump's, which are called k.SECTION and v.SECTION")
-        dtype, shape, _ = _entry(name, entry)
         expected = (geometry.layers, len(metadata.page_ids), geometry.page_size)
         if shape[:2] != expected[:2] or len(shape) < 2:
             raise DumpError(
@@ -228,4 +276,24 @@ def _sections(header: Mapping[str, object], metadata: Metadata) -> dict[Part, di
                 f"its metadata's geometry has {values:,} values of {part.name} in a block, which cannot be in the "
                 f"{stored:,} bytes that a block has in the file"
             )
+    for rule, seen, allowed in (
+        ("tensors", len(tensors), MOST_TENSORS),
+        ("layers", geometry.layers, MOST_LAYERS),
+        ("heads over all layers and tensors", len(tensors) * geometry.layers * geometry.heads, MOST_FIGURES),
+    ):
+        if seen > allowed:
+            raise DumpError(f"it has {seen:,} {rule}; allowed: up to {allowed:,}")
     return sections
+
+
+def boxes(axes: Sequence[int], most: int) -> Iterator[tuple[slice, ...]]:
+    """Slices of every axis that cut an array into pieces of at most `most` elements, in the order of memory."""
+    if not axes:
+        yield ()
+        return
+    inner = math.prod(axes[1:])
+    step = max(1, most // inner)
+    for first in range(0, axes[0], step):
+        here = slice(first, min(first + step, axes[0]))
+        for rest in boxes(axes[1:], most):
+            yield (here, *rest)

@@ -9,14 +9,23 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from attrs import field, frozen, validators
 
-from hiqcache.arena import HostArena
-from hiqcache.inspect.format import DTYPES, DumpError, Metadata, dumped_sections, tensor_name
+from hiqcache.arena import ArenaShape, HostArena
+from hiqcache.inspect.format import (
+    DTYPES,
+    LARGEST_HEADER,
+    PAGE_IDS,
+    DumpError,
+    Metadata,
+    dumped_sections,
+    ranges_in_pieces,
+    tensor_name,
+)
 
 CHUNK_BYTES = 32 << 20
 """Encoded bytes in flight at a time; memory beyond the arena is about twice this."""
@@ -47,33 +56,30 @@ class TensorSpec:
 class SafetensorsWriter:
     """A safetensors file that appears under its name once it is complete, and never in part.
 
-    Used as a context manager: leaving it without `commit` removes what was written. The file can be read by its owner
-    only, because KV gives prompts away.
+    `begin` it, `write` every tensor, `finish` and `commit`. Used as a context manager: leaving it without `commit`
+    removes what was written. The file can be read by its owner only, because KV gives prompts away.
 
     Args:
         file: the name it shall have; its folder exists.
         tensors: what it will hold, in this order.
-        metadata: its `__metadata__`.
+
+    Attributes:
+        file: the name.
+        total_bytes: of the tensors, and after `begin` of the whole file.
 
     Raises:
-        DumpError: the file exists, the folder cannot be written to, or it lacks room for the file.
+        DumpError: the file exists, the folder cannot be written to, or it lacks room for the tensors.
     """
 
-    def __init__(self, file: Path, tensors: Sequence[TensorSpec], metadata: Mapping[str, str]):
+    def __init__(self, file: Path, tensors: Sequence[TensorSpec]):
         self.file = file
         self._committed = False
         self._tensors = {tensor.name: tensor for tensor in tensors}
-        entries: dict[str, object] = {"__metadata__": dict(metadata)}
         self._begins, begin = {}, 0
         for tensor in tensors:
-            span = [begin, begin + tensor.nbytes]
-            entries[tensor.name] = {"dtype": _NAMES[tensor.dtype], "shape": tensor.shape, "data_offsets": span}
             self._begins[tensor.name] = begin
             begin += tensor.nbytes
-        header = json.dumps(entries, separators=(",", ":")).encode()
-        header += b" " * (-len(header) % _ALIGN)
-        self._data = 8 + len(header)
-        self.total_bytes = self._data + begin
+        self.total_bytes = begin
         self._refuse_existing()
         require_room(file.parent, self.total_bytes)
         self._partial = file.parent / f".{file.name}.{os.getpid()}.partial"
@@ -81,11 +87,49 @@ class SafetensorsWriter:
             self._descriptor: int | None = os.open(
                 self._partial, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600
             )
-        try:
-            self._put(0, len(header).to_bytes(8, "little") + header)
-        except DumpError:
-            self.discard()
-            raise
+
+    def begin(self, metadata: Mapping[str, str | Iterable[bytes]]) -> None:
+        """Write the header; once, before anything else.
+
+        Args:
+            metadata: the file's `__metadata__`. A long value may come in pieces of ASCII that JSON need not escape, and
+                is then never in memory as a whole.
+
+        Raises:
+            DumpError: the header would be larger than safetensors opens, or the disk is full, or fails.
+        """
+        length = 0
+        for piece in self._header(metadata):
+            if length + len(piece) > LARGEST_HEADER - _ALIGN:
+                raise DumpError(
+                    f"{self.file} would have a header of more than {LARGEST_HEADER:,} bytes, which safetensors does "
+                    "not open: the pages lie too scattered; choose fewer of them"
+                )
+            self._put(8 + length, piece)
+            length += len(piece)
+        padding = b" " * (-length % _ALIGN)
+        self._put(8 + length, padding)
+        length += len(padding)
+        self._put(0, length.to_bytes(8, "little"))
+        self._data = 8 + length
+        self.total_bytes += self._data
+
+    def _header(self, metadata: Mapping[str, str | Iterable[bytes]]) -> Iterator[bytes]:
+        yield b'{"__metadata__":{'
+        for number, (name, value) in enumerate(metadata.items()):
+            yield b"," * (number > 0) + json.dumps(name).encode() + b":"
+            if isinstance(value, str):
+                yield json.dumps(value).encode()
+            else:
+                yield b'"'
+                yield from value
+                yield b'"'
+        yield b"}"
+        for name, tensor in self._tensors.items():
+            span = [self._begins[name], self._begins[name] + tensor.nbytes]
+            entry = {"dtype": _NAMES[tensor.dtype], "shape": tensor.shape, "data_offsets": span}
+            yield b"," + json.dumps(name).encode() + b":" + json.dumps(entry, separators=(",", ":")).encode()
+        yield b"}"
 
     def write(self, name: str, values: torch.Tensor, *index: int) -> None:
         """Write consecutive elements of a tensor.
@@ -205,46 +249,37 @@ def _size(count: int) -> str:
     return f"{count:,} bytes ({count / 1e9:.2f} GB)"
 
 
-def dump_writer(arena: HostArena, metadata: Metadata, file: Path) -> SafetensorsWriter:
-    """Begin a dump of `metadata.page_ids`; `write_pages` fills it.
+def dump_tensors(shape: ArenaShape, pages: int) -> list[TensorSpec]:
+    """What a dump of so many pages of an arena holds.
 
     Raises:
-        DumpError: there are no pages, or as `SafetensorsWriter`.
+        DumpError: safetensors has no name for a section's element type.
     """
-    if not metadata.page_ids:
-        raise DumpError("there is no page to dump")
-    if metadata.page_ids[-1] >= arena.shape.pages:
-        raise DumpError(f"there is no page {metadata.page_ids[-1]}; the pool's are 0 to {arena.shape.pages - 1}")
-    tensors = [
-        TensorSpec(
-            tensor_name(part, name),
-            layout[name].dtype,
-            (arena.shape.layers, len(metadata.page_ids), *layout[name].shape),
-        )
-        for part, layout in arena.shape.layouts.items()
+    return [
+        TensorSpec(tensor_name(part, name), layout[name].dtype, (shape.layers, pages, *layout[name].shape))
+        for part, layout in shape.layouts.items()
         for name in dumped_sections(layout)
     ]
-    return SafetensorsWriter(file, tensors, metadata.to_text())
 
 
 def write_pages(
-    writer: SafetensorsWriter, arena: HostArena, page_ids: Sequence[int], progress: Callable[[int], None]
+    writer: SafetensorsWriter, arena: HostArena, metadata: Metadata, progress: Callable[[int], None]
 ) -> None:
-    """Copy pages from an arena to the file that `dump_writer` began, and wait until they are on the disk.
+    """Copy pages from an arena to a file of `dump_tensors`, and wait until they are on the disk.
 
     Args:
-        writer: not committed yet.
+        writer: not begun yet.
         arena: nobody writes to these pages meanwhile.
-        page_ids: as in the metadata.
+        metadata: names the pages.
         progress: told how many pages are written, every now and then.
 
     Raises:
         DumpError: the disk is full, or fails.
     """
-    shape = arena.shape
+    shape, ids = arena.shape, metadata.page_ids
+    writer.begin({**metadata.without_page_ids(), PAGE_IDS: ranges_in_pieces(ids)})
     page_bytes = shape.layers * max(layout.block_bytes for layout in shape.layouts.values())
     step = max(1, CHUNK_BYTES // page_bytes)
-    ids = torch.tensor(page_ids)
     for first in range(0, len(ids), step):
         chosen = ids[first : first + step]
         for part, layout in shape.layouts.items():
@@ -258,11 +293,15 @@ def write_pages(
 
 
 def dump_arena(arena: HostArena, metadata: Metadata, file: Path) -> None:
-    """Write a dump from first to last.
+    """Write a dump of `metadata.page_ids` from first to last.
 
     Raises:
-        DumpError: as `dump_writer` and `write_pages`.
+        DumpError: there are no such pages, or as `SafetensorsWriter` and `write_pages`.
     """
-    with dump_writer(arena, metadata, file) as writer:
-        write_pages(writer, arena, metadata.page_ids, lambda pages: None)
+    if not len(metadata.page_ids):
+        raise DumpError("there is no page to dump")
+    if (last := int(metadata.page_ids[-1])) >= arena.shape.pages:
+        raise DumpError(f"there is no page {last}; the pool's are 0 to {arena.shape.pages - 1}")
+    with SafetensorsWriter(file, dump_tensors(arena.shape, len(metadata.page_ids))) as writer:
+        write_pages(writer, arena, metadata, lambda pages: None)
         writer.commit()

@@ -12,12 +12,14 @@ has what remains of `input_length` and, if that is less, shares only with a bloc
 tokens that no other request shares.
 """
 
+import gzip
 import json
+import zlib
 from array import array
 from collections.abc import Hashable, Iterable, Iterator
 from itertools import accumulate
 from operator import itemgetter
-from typing import Any
+from typing import Any, BinaryIO
 
 from attrs import Factory, field, frozen
 
@@ -25,6 +27,14 @@ from hiqcache.geometry import HiqcacheError
 
 MOONCAKE_BLOCK_TOKENS = 512
 """Tokens of a block whose line does not say."""
+
+GZIP = b"\x1f\x8b"
+"""How a gzip file begins."""
+
+CHAT_KEYS = ("conversations", "conversation", "messages", "prompt", "text")
+"""Keys by which chat logs in text are told, ShareGPT's first."""
+
+CHATS = "docs/planning.md#chat-logs converts them"
 
 Span = tuple[Hashable, int]
 """A run of tokens: (identity, tokens). Equal spans hold equal tokens; others differ from their first token on."""
@@ -51,6 +61,23 @@ class Request:
     ends: list[int] = field(init=False, default=Factory(lambda self: _ends(self.spans), takes_self=True))
 
 
+def lines_of(file: BinaryIO) -> Iterator[bytes]:
+    """Lines of a trace file from its start, decompressed if it is gzip's, whatever its name.
+
+    Args:
+        file: opened for reading bytes; it can seek.
+
+    Raises:
+        MalformedTrace: the gzip file is damaged or cut off.
+    """
+    compressed = file.read(len(GZIP)) == GZIP
+    file.seek(0)
+    try:
+        yield from gzip.GzipFile(fileobj=file) if compressed else file
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise MalformedTrace(f"the trace is a damaged gzip file: {error}") from None
+
+
 def read_trace(lines: Iterable[str | bytes], page_size: int) -> Iterator[Request]:
     """Requests of a trace, one at a time; blank lines are skipped.
 
@@ -63,15 +90,22 @@ def read_trace(lines: Iterable[str | bytes], page_size: int) -> Iterator[Request
     """
     empty = True
     for number, line in enumerate(lines, 1):
-        if not line.strip():
+        if not (stripped := line.strip()):
             continue
+        if empty and stripped[:1] in ("[", b"["):
+            raise MalformedTrace(
+                f"trace line {number}: a JSON array begins here; a trace has a JSON object on each line, with "
+                f"token_ids or hash_ids. If these are chat logs (ShareGPT): {CHATS}"
+            )
         empty = False
         try:
             request = _request(json.loads(line), page_size)
         except MalformedTrace as error:
             raise MalformedTrace(f"trace line {number}: {error}") from None
         except UnicodeDecodeError:
-            raise MalformedTrace(f"trace line {number}: not UTF-8 text") from None
+            raise MalformedTrace(
+                f"trace line {number}: not UTF-8 text; of compressed files gzip alone is read"
+            ) from None
         except json.JSONDecodeError as error:
             raise MalformedTrace(f"trace line {number}: not JSON: {error.msg} at column {error.colno}") from None
         except (ValueError, RecursionError) as error:  # numbers and nesting without end
@@ -88,7 +122,10 @@ def _ends(spans: list[Span]) -> list[int]:
 def _request(record: Any, page_size: int) -> Request:
     if not isinstance(record, dict):
         raise MalformedTrace(f"a request is a JSON object, not {_shown(record)}")
-    if ("hash_ids" in record) == ("token_ids" in record):
+    kinds = record.keys() & {"hash_ids", "token_ids"}
+    if not kinds and (texts := [key for key in CHAT_KEYS if key in record]):
+        raise MalformedTrace(f"a chat log in text (it has {texts[0]}); a trace has token_ids or hash_ids: {CHATS}")
+    if len(kinds) != 1:
         raise MalformedTrace("a request has either hash_ids or token_ids")
     if "hash_ids" in record:
         prompt_tokens = _count(record, "input_length", least=1)

@@ -40,9 +40,12 @@ def _ask(facts: dict[str, Any]) -> None:
     load_plugins()
     facts["log"] = complaints.texts
 
-    from hiqcache.sglang import plugin
+    from hiqcache.sglang import support
 
-    facts["missing_hooks"] = plugin.missing_hooks()
+    missing, problem = support.missing_hooks(), support.problem()
+    if problem and not missing:
+        raise RuntimeError(problem)
+    facts["missing_hooks"] = missing
 
     from sglang.srt.mem_cache.host_memory import _cgroup_memory_headroom
     from sglang.srt.mem_cache.pool_host import base

@@ -2,9 +2,13 @@
 
 Requests reach every scheduler in the same step, through SGLang's `DumperControlReqInput`; a thread of each then writes
 its pages. What must not change under the thread is held: pages that are freed meanwhile are handed out again only when
-every rank has written, on all of them in the same step, and L2 evicts nothing. An error on one rank is everybody's.
+every rank has written, on all of them in the same step, and L2 evicts nothing. If one rank fails, all of them do.
+
+A scheduler serves nobody while it works on a dump, so its thread makes no Python object for each page. Nor does the
+writer's, which would keep the GIL from it. Pages are flags and numbers in tensors.
 """
 
+import functools
 import importlib.metadata
 import json
 import logging
@@ -16,15 +20,16 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from sglang.srt.environ import envs
 from sglang.srt.managers.io_struct import DumperControlReqInput, DumperControlReqOutput
-from sglang.srt.runtime_context import get_parallel
+from sglang.srt.runtime_context import get_parallel, get_serving
 
 from hiqcache import __version__
 from hiqcache.geometry import HiqcacheError, Violation
-from hiqcache.inspect.format import ALL, OCCUPIED, DumpError, Metadata, parse_ranges
-from hiqcache.inspect.writer import SafetensorsWriter, dump_writer, require_room, write_pages
+from hiqcache.inspect.format import ALL, OCCUPIED, DumpError, Metadata, each_range
+from hiqcache.inspect.writer import SafetensorsWriter, dump_tensors, require_room, write_pages
 from hiqcache.sglang import proof, rules
 from hiqcache.sglang.choice import DUMP_FLAG, chosen
 from hiqcache.sglang.pool import RepresentationHostPool
@@ -33,6 +38,12 @@ ROUTE = "/hicache/dump"
 START, STATUS = "hiqcache.dump.start", "hiqcache.dump.status"
 """Methods of `DumperControlReqInput` that are ours."""
 POLL_SECONDS = 0.2
+LONGEST_SELECTION = 65_536
+"""Characters of ranges of pages, which a scheduler reads between two of its steps."""
+NO_ADMIN_KEY = (
+    "dumps over HTTP need an admin key, and this server was started without one: restart it with --admin-api-key KEY, "
+    "and ask with that key (`hiqcache dump` takes it from HIQCACHE_ADMIN_KEY)"
+)
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 
@@ -70,10 +81,12 @@ class LiveDump:
     The scheduler calls every method, on all ranks in the same step; a thread does what takes time.
 
     Args:
-        pool: the pool; its pages are held already.
-        writer: begun.
-        page_ids: as in its metadata.
+        pool: the pool; the pages are held already.
+        writer: a file for them, not begun yet.
+        pages: which ones, `[page_num]` bool.
+        count: how many they are.
         ready: set once everything that is on its way into these pages has arrived.
+        tp_rank: this rank.
         group: CPU process group of the ranks; None for a single one.
     """
 
@@ -81,15 +94,18 @@ class LiveDump:
         self,
         pool: RepresentationHostPool,
         writer: SafetensorsWriter,
-        page_ids: tuple[int, ...],
+        pages: torch.Tensor,
+        count: int,
         ready: Any,
+        tp_rank: int,
         group: torch.distributed.ProcessGroup | None,
     ):
-        self._pool, self._writer, self._page_ids, self._ready, self._group = pool, writer, page_ids, ready, group
-        self._written = 0
+        self._pool, self._count, self._group = pool, count, group
+        self._writer: SafetensorsWriter | None = writer  # until it is over
+        self._file, self._bytes, self._written = str(writer.file), writer.total_bytes, 0
         self._failure: str | None = None
         self._failures: list[str] = []
-        self._begin("write", self._write)
+        self._begin("write", functools.partial(self._write, writer, pages, ready, tp_rank))
 
     @property
     def over(self) -> bool:
@@ -100,6 +116,7 @@ class LiveDump:
         """Go on to the next stage if every rank has finished this one."""
         if self.over or not self._all(not self._thread.is_alive()):
             return
+        assert self._writer is not None
         self._failures += _failures(self._group, self._failure)
         if self._stage == "write":
             self._pool.release()
@@ -110,17 +127,17 @@ class LiveDump:
         elif self._stage == "commit" and self._failures:
             self._begin("withdraw", self._writer.withdraw)
         else:
-            self._stage = "over"
+            self._stage, self._writer = "over", None
 
     def status(self) -> dict[str, Any]:
         """How far all ranks are; the same on each of them."""
         self.advance()
-        ranks = _gather(self._group, (str(self._writer.file), self._writer.total_bytes, self._written))
+        ranks = _gather(self._group, (self._file, self._bytes, self._written))
         return {
             "state": "writing" if not self.over else "failed" if self._failures else "done",
             "files": [file for file, _, _ in ranks],
             "bytes": sum(size for _, size, _ in ranks),
-            "pages": len(ranks) * len(self._page_ids),
+            "pages": len(ranks) * self._count,
             "written": sum(written for _, _, written in ranks),
             "error": "; ".join(dict.fromkeys(self._failures)),
         }
@@ -145,14 +162,16 @@ class LiveDump:
         self._thread = threading.Thread(target=run, name=f"hiqcache-dump-{stage}", daemon=True)
         self._thread.start()
 
-    def _write(self) -> None:
+    def _write(self, writer: SafetensorsWriter, pages: torch.Tensor, ready: Any, tp_rank: int) -> None:
         device = self._pool.device_k_buffers[0].device
         torch.get_device_module(device).set_device(device)  # or waiting would make a CUDA context on GPU 0
-        self._ready.synchronize()
-        write_pages(self._writer, self._pool.arena, self._page_ids, self._progress)
+        ready.synchronize()
 
-    def _progress(self, pages: int) -> None:
-        self._written = pages
+        def progress(written: int) -> None:
+            self._bytes, self._written = writer.total_bytes, written
+
+        page_ids = torch.from_numpy(np.flatnonzero(pages.numpy()))
+        write_pages(writer, self._pool.arena, _metadata(self._pool, page_ids, tp_rank), progress)
 
 
 def handle(original: Callable, scheduler: Any, request: DumperControlReqInput) -> None:
@@ -186,10 +205,13 @@ def _start(scheduler: Any, body: Mapping[str, Any]) -> dict[str, Any]:
     parallel = get_parallel()
     group = scheduler.tp_cpu_group if parallel.tp_size > 1 else None
     file = Path(choice.dump_dir) / file_name(str(body.get("name")), parallel.tp_rank)
-    page_ids = _selected(pool, str(body.get("pages", OCCUPIED)))
+    pages = _selected(pool, str(body.get("pages", OCCUPIED)))
+    count = int(pages.count_nonzero())
+    if not count:
+        raise DumpError("L2 holds no page yet")
     writer, failure = None, None
     try:
-        writer = dump_writer(pool.arena, _metadata(pool, page_ids, parallel.tp_rank), file)
+        writer = SafetensorsWriter(file, dump_tensors(pool.arena.shape, count))
         ranks_here = parallel.tp_size // parallel.nnodes
         require_room(file.parent, ranks_here * writer.total_bytes)
     except Exception as error:  # whatever it is, the other ranks wait to hear of it
@@ -199,9 +221,9 @@ def _start(scheduler: Any, body: Mapping[str, Any]) -> dict[str, Any]:
             writer.discard()
         raise DumpError("; ".join(failures))
     assert writer is not None
-    pool.hold(page_ids)
+    pool.hold(pages)
     ready = _backups_arrived(scheduler.tree_cache, pool.device_k_buffers[0].device)
-    pool.dump = LiveDump(pool, writer, page_ids, ready, group)
+    pool.dump = LiveDump(pool, writer, pages, count, ready, parallel.tp_rank, group)
     return pool.dump.status()
 
 
@@ -212,21 +234,25 @@ def _status(scheduler: Any, body: Mapping[str, Any]) -> dict[str, Any]:
     return pool.dump.status()
 
 
-def _selected(pool: RepresentationHostPool, pages: str) -> tuple[int, ...]:
-    """Ids of the pages asked for.
+def _selected(pool: RepresentationHostPool, selection: str) -> torch.Tensor:
+    """Which pages are asked for, `[page_num]` bool; never none but for an empty L2.
 
     Raises:
-        DumpError: there are none, or the pool has not all of them.
+        DumpError: the selection makes no sense, or the pool has not all of these pages.
     """
-    if pages == OCCUPIED:
-        page_ids = tuple(pool.occupied_pages().tolist())
-        if not page_ids:
-            raise DumpError("L2 holds no page yet")
-        return page_ids
-    return tuple(range(pool.page_num)) if pages == ALL else parse_ranges(pages, pool.page_num)
+    if selection == OCCUPIED:
+        return pool.occupied_pages()
+    if selection == ALL:
+        return torch.ones(pool.page_num, dtype=torch.bool)
+    if len(selection) > LONGEST_SELECTION:
+        raise DumpError(f"the ranges of pages have {len(selection):,} characters; allowed: up to {LONGEST_SELECTION:,}")
+    pages = np.zeros(pool.page_num, dtype=bool)
+    for first, last in each_range(selection, pool.page_num):
+        pages[first : last + 1] = True
+    return torch.from_numpy(pages)
 
 
-def _metadata(pool: RepresentationHostPool, page_ids: tuple[int, ...], tp_rank: int) -> Metadata:
+def _metadata(pool: RepresentationHostPool, page_ids: torch.Tensor, tp_rank: int) -> Metadata:
     return Metadata(
         representation=pool.representation.name,
         format_tag=pool.representation.format_tag,
@@ -284,7 +310,10 @@ async def _ask(manager: Any, method: str, body: dict[str, Any]) -> dict[str, Any
 
 
 def add_route() -> None:
-    """Add `ROUTE` to SGLang's HTTP server, if this process is one: POST begins a dump, GET says how far it is."""
+    """Add `ROUTE` to SGLang's HTTP server, if this process is one: POST begins a dump, GET says how far it is.
+
+    Both are for holders of the admin key, and nobody's where the server has none.
+    """
     server = sys.modules.get("sglang.srt.entrypoints.http_server")
     if server is None or any(getattr(route, "path", None) == ROUTE for route in server.app.routes):
         return
@@ -294,6 +323,9 @@ def add_route() -> None:
 
     @auth_level(AuthLevel.ADMIN_OPTIONAL)
     async def hicache_dump(request: Request) -> JSONResponse:
+        # As `/hicache/storage-backend` does: AuthLevel.ADMIN_FORCE would add SGLang's key check to every server.
+        if not get_serving().admin_api_key:
+            return JSONResponse({"error": NO_ADMIN_KEY}, status_code=400)
         try:
             method, body = STATUS, {}
             if request.method == "POST":

@@ -1,8 +1,9 @@
 """The host pool: SGLang's slots, allocator and locks over an arena of encoded blocks."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import numpy as np
 import torch
 from sglang.srt.mem_cache.device_pool_info import KVBufferLayout, MHABufferInfo
 from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
@@ -104,61 +105,65 @@ class RepresentationHostPool(MHATokenToKVPoolHost):
     dump: "LiveDump | None" = None
     """The latest one asked for."""
     _held: torch.Tensor | None = None
-    """For each slot, whether its page is held; None while none is."""
-    _kept_back: list[torch.Tensor]
-    """Held slots that are free, and that nobody gets."""
+    """For each slot, whether its page is held; None while none is.
+
+    A held slot that is free is unused in `slot_used`, and in none of SGLang's lists of free slots. The scheduler waits
+    for all of this, so it is a few passes over flags of the pool.
+    """
 
     def occupied_pages(self) -> torch.Tensor:
-        """Ids of the pages that are handed out, ascending."""
+        """Which pages are handed out, `[page_num]` bool."""
         with self.lock:
-            return self.slot_used[:: self.page_size].nonzero()[:, 0]
+            return self.slot_used[:: self.page_size].clone()
 
     @property
     def holding(self) -> bool:
         """Whether pages are held."""
         return self._held is not None
 
-    def hold(self, page_ids: Sequence[int]) -> None:
-        """Hand these pages out to nobody, neither those that are free nor those that will be, until `release`."""
+    def hold(self, pages: torch.Tensor) -> None:
+        """Withhold pages from allocation, both free ones and those freed from now on, until `release`.
+
+        Args:
+            pages: which ones, `[page_num]` bool.
+        """
         with self.lock:
-            pages = torch.zeros(self.page_num, dtype=torch.bool)
-            pages[list(page_ids)] = True
-            self._held = pages.repeat_interleave(self.page_size)
-            self._keep_back()
+            self._held = pages[:, None].expand(-1, self.page_size).reshape(-1)
+            self._withhold(self._held)
 
     def release(self) -> None:
-        """End `hold`: what was freed meanwhile is free now."""
+        """End `hold`: the held pages that are free can be allocated from now on."""
         with self.lock:
-            self._held = None
-            for slots in self._kept_back:
-                self.free(slots)
-            self._kept_back = []
+            if self._held is not None:
+                self._add_free(_numbers(self._held & ~self.slot_used))
+                self._held = None
 
-    def _keep_back(self) -> None:
-        assert self._held is not None
-        self._kept_back = []
-        if available := self.available_size():
-            free = super().alloc(available)
-            assert free is not None
-            held = self._held[free]
-            super().free(free[~held])
-            self._kept_back.append(free[held])
+    def _withhold(self, held: torch.Tensor) -> None:
+        """Take the held slots out of SGLang's lists of free ones."""
+        free = ~self.slot_used
+        if bool((free & held).any()):
+            self.free_slots = _numbers(free & ~held)
+            self.release_slots, self.num_release_slots = [], 0
+
+    def _add_free(self, slots: torch.Tensor) -> None:
+        if len(slots):
+            self.release_slots.append(slots)
+            self.num_release_slots += len(slots)
 
     def free(self, indices: torch.Tensor) -> int:
         with self.lock:
-            if self._held is None:
-                return super().free(indices)
-            slots = indices.cpu()
-            held = self._held[slots]
-            super().free(slots[~held])
-            self._kept_back.append(slots[held])
-            return len(slots)
+            count = super().free(indices)
+            if self._held is not None and count:
+                slots = self.release_slots.pop()
+                self.num_release_slots -= len(slots)
+                self._add_free(slots[~self._held[slots]])
+            return count
 
     def clear(self) -> None:
         with self.lock:
             super().clear()
             if self._held is not None:
-                self._keep_back()
+                self._withhold(self._held)
 
     # -- moving pages -------------------------------------------------------------------------------------------
 
@@ -200,6 +205,11 @@ class RepresentationHostPool(MHATokenToKVPoolHost):
     k_buffer = v_buffer = host_kv_data_refs = property(_no_raw_pages)  # type: ignore[assignment]
 
 
+def _numbers(flags: torch.Tensor) -> torch.Tensor:
+    """Where flags are set, int64; NumPy finds them several times faster than `nonzero`."""
+    return torch.from_numpy(np.flatnonzero(flags.numpy()))
+
+
 def _require_kernel(io_backend: str) -> None:
     if io_backend != "kernel":
         raise NotImplementedError(f"hiqcache: saw --hicache-io-backend {io_backend}; allowed: kernel")
@@ -214,6 +224,10 @@ def _pool_violations(info: MHABufferInfo, layout: str, options: dict[str, Any]) 
     if info.device.type not in DEVICES:
         yield Violation(
             rule="device of the KV cache", seen=info.device.type, allowed=" or ".join(DEVICES), flag="--device"
+        )
+    elif info.device.type == "cuda" and torch.version.hip:
+        yield Violation(
+            rule="GPU runtime", seen=f"ROCm {torch.version.hip}", allowed="CUDA", flag="PyTorch (one built for CUDA)"
         )
     if info.buffers.layout is not KVBufferLayout.NHD:
         yield Violation(
@@ -238,15 +252,15 @@ def _pool_violations(info: MHABufferInfo, layout: str, options: dict[str, Any]) 
         )
     if info.transfer_buffers is not None:
         yield Violation(rule="relocatable device pool", seen="yes", allowed="no", flag="--enable-unified-memory")
-    drafts = len(options.get("draft_buffer_infos", ()))
-    label = options.get("pool_label", "kv")
-    if drafts or label != "kv":
+    if drafts := len(options.get("draft_buffer_infos", ())):
         yield Violation(
             rule="KV pool of a draft model",
-            seen=f"pool {label!r} with {drafts} packed draft layers",
+            seen=f"{drafts} packed draft layers",
             allowed="none",
             flag="--speculative-algorithm (drop it)",
         )
+    if (label := options.get("pool_label", "kv")) != "kv":
+        yield Violation(rule="pool beside the KV pool", seen=repr(label), allowed="'kv'", flag="the model")
     allocator = options.get("allocator_type", "default")
     if allocator != "default":
         yield Violation(

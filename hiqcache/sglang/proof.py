@@ -8,6 +8,7 @@ import logging
 from typing import Any, NoReturn
 
 import attrs
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from hiqcache import registry
@@ -66,10 +67,39 @@ class Report:
         return (
             f"L2 holds KV as {self.representation}: {self.bytes_per_token:,} bytes per token "
             f"({self.device_bytes_per_token:,} in BF16, {1 - self.bytes_per_token / self.device_bytes_per_token:.2%} "
-            f"saved), {self.tokens:,} tokens in {host_bytes / 1e9:.2f} GB where BF16 would hold "
+            f"saved), {self.tokens:,} tokens in {_readable(host_bytes)} where BF16 would hold "
             f"{host_bytes // self.device_bytes_per_token:,} ({self.layout}, pages of {self.page_size}, {self.transfer} "
             f"with {self.staging_bytes / 2**20:.0f} MiB of staging of its own)"
         )
+
+
+def _readable(count: int) -> str:
+    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.2f} MB"
+
+
+_KINDS = {
+    "BaseSWAKVPool": "sliding-window layers in a pool of their own; --disable-hybrid-swa-memory gives them none, for "
+    "models with equal layers",
+    "HybridLinearKVPool": "recurrent or linear-attention layers",
+    "MLATokenToKVPool": "multi-head latent attention",
+}
+"""SGLang's classes of device pools -> what their models have."""
+
+
+def plain_pool(device_pool: Any) -> None:
+    """Refuse other models before host memory is taken for them.
+
+    Args:
+        device_pool: the model's KV pool.
+
+    Raises:
+        Refused: it is not that of a plain attention model.
+    """
+    if isinstance(device_pool, MHATokenToKVPool):
+        return
+    kind = type(device_pool)
+    known = next((_KINDS[base.__name__] for base in kind.__mro__ if base.__name__ in _KINDS), "unknown to hiqcache")
+    _refuse(f"device pool {kind.__name__} ({known})", f"{MHATokenToKVPool.__name__}, one pool for all layers")
 
 
 def pool_in_force(tree_cache: Any) -> RepresentationHostPool:

@@ -50,6 +50,9 @@ _RULES = (
     _off("enable_lmcache", "LMCache replaces HiCache"),
     _off("enable_flexkv", "FlexKV replaces HiCache"),
     _off("enable_unified_cache_external_linker", "an external cache replaces HiCache"),
+    _Rule(
+        "elastic_ep_backend", {None, "none"}.__contains__, "none", "elastic EP: nobody compares ranks that join later"
+    ),
     _off("dllm_algorithm", "diffusion language models run without HiCache"),
 )
 

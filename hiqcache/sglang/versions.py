@@ -1,5 +1,10 @@
-"""The SGLang versions that hiqcache has been tested with; imports nothing, so that it can be asked anywhere."""
+"""The SGLang releases that hiqcache supports; imports nothing, so that it can be asked anywhere."""
 
 TESTED_SGLANG = ("0.5.23",)
 ALLOW_UNTESTED = "HIQCACHE_ALLOW_UNTESTED_SGLANG"
-"""Set to 1, turns the refusal of another version into a warning."""
+"""Set to 1 before SGLang loads its plugins, tries another release instead of refusing it."""
+
+
+def supported(release: str, allow_untested: bool) -> bool:
+    """Whether hiqcache's hooks are to be installed in this release of SGLang."""
+    return release in TESTED_SGLANG or allow_untested

@@ -5,7 +5,8 @@ arena with that; at each restore it compares the device rows with what that code
 backed up into the same slots. Lines of JSON with the TP rank and the counts go to the file named by HIQCACHE_PROBE.
 
 Beside that, HIQCACHE_PROBE_ROWS names a folder that gets the device rows of each backup, one file after the other, and
-HIQCACHE_PROBE_GATE a file that, while it is there, keeps the pages of a dump from being written.
+HIQCACHE_PROBE_GATE a file that, while it is there, keeps the pages of a dump from being written. HIQCACHE_PROBE_AUDIT
+names a file that, while it is there, makes each flush evict everything first and count the host pool's slots.
 
 HIQCACHE_SABOTAGE=1 makes SGLang build another pool instead, whatever the hiqcache plugin says.
 """
@@ -17,6 +18,7 @@ import pathlib
 import time
 
 import torch
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.runtime_context import get_parallel
 
@@ -37,6 +39,10 @@ def register() -> None:
     if os.environ.get("HIQCACHE_PROBE_GATE"):
         writer.CHUNK_BYTES = 1  # page by page
         HookRegistry.register("hiqcache.inspect.writer.SafetensorsWriter.write", _gated_write, HookType.AROUND)
+    if os.environ.get("HIQCACHE_PROBE_AUDIT"):
+        HookRegistry.register(
+            "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.reset", _audited_reset, HookType.AROUND
+        )
 
 
 def _foreign_pool(original, *args, **kwargs):
@@ -119,3 +125,25 @@ def _restore(original, pool, device_pool, host_indices, device_indices, layer_id
         rows = _rows(pool, part)[layer_id][device_indices].cpu()
         wrong += int((rows.view(torch.int16) != pool.probe_shadow[part][layer_id][host].view(torch.int16)).sum())
     _write(event="restore", layer=layer_id, tokens=len(host), wrong_values=wrong)
+
+
+def _audited_reset(original, tree):
+    """A flush makes the pool's free list anew, so that a slot that was lost before is found only by evicting."""
+    if not os.path.exists(os.environ["HIQCACHE_PROBE_AUDIT"]):
+        original(tree)
+        return
+    (entry,) = tree.host_pool_group.entries
+    _wait()
+    tree.check_hicache_events()
+    tree.evict(EvictParams(num_tokens=tree.evictable_size()))
+    tree.evict_host(entry.host_pool.size)
+    _audit(entry.host_pool, "eviction")
+    original(tree)
+    _audit(entry.host_pool, "flush")
+
+
+def _audit(pool, after) -> None:
+    free = torch.cat([pool.free_slots, *pool.release_slots])
+    distinct = len(free[(free >= 0) & (free < pool.size)].unique())
+    used = int(pool.slot_used.sum())
+    _write(event="audit", after=after, slots=pool.size, free=len(free), distinct=distinct, used=used)
