@@ -114,7 +114,7 @@ class Scheduler:
             mock.patch.object(dump, "get_parallel", return_value=self._parallel),
             mock.patch.object(dump.proof, "pool_in_force", return_value=self.pool),
         ):
-            dump.handle(dump.handle, self, DumperControlReqInput(method=method, body=body))
+            dump.handle(mock.Mock(), self, DumperControlReqInput(method=method, body=body))
 
 
 @frozen
