@@ -25,8 +25,14 @@ def buffer_info(**more: Any) -> MHABufferInfo:
 
 
 def host_pool(
-    info: MHABufferInfo, *, name: str = "int8", layout: str = "page_first", tp_size: int = 1, **more: Any
+    info: MHABufferInfo,
+    *,
+    name: str = "int8",
+    layout: str = "page_first",
+    page_size: int = 4,
+    tp_size: int = 1,
+    **more: Any,
 ) -> RepresentationHostPool:
     options = {"device_capacity_tokens": 64, "start_layer": 0, "end_layer": 1} | more
     with mock.patch.object(pool_module, "get_parallel", return_value=SimpleNamespace(attn_tp_size=tp_size)):
-        return RepresentationHostPool(info, 2.0, 0, 4, layout, representation=registry.get(name), **options)
+        return RepresentationHostPool(info, 2.0, 0, page_size, layout, representation=registry.get(name), **options)

@@ -3,6 +3,8 @@
 The servers at the end are real; the rest drives the schedulers' side over real host pools, with two ranks also.
 """
 
+import asyncio
+import gc
 import http.server as http_server
 import json
 import multiprocessing
@@ -15,6 +17,7 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -49,6 +52,7 @@ pytest.importorskip("sglang", reason="needs the sglang extra")
 from pools import buffer_info, host_pool
 from sglang.srt.managers.io_struct import DumperControlReqInput
 from sglang.srt.plugins import load_plugins
+from sglang.srt.server_args import prepare_server_args
 
 from hiqcache import registry
 from hiqcache.__main__ import main
@@ -57,7 +61,7 @@ from hiqcache.inspect import writer
 from hiqcache.inspect.compare import compare
 from hiqcache.inspect.format import DumpError
 from hiqcache.inspect.reader import Dump
-from hiqcache.sglang import cpu, dump, hooks
+from hiqcache.sglang import choice, cpu, dump, hooks
 from hiqcache.sglang.choice import Choice, Refused
 from hiqcache.sglang.pool import RepresentationHostPool
 
@@ -110,6 +114,72 @@ def test_servers_that_cannot_write_dumps(
     folder = tmp_path / settings.get("hicache_dump_dir", "")
     with pytest.raises(Refused, match=message):
         start_refused(tiny, **settings | {"hicache_dump_dir": folder})
+
+
+def test_a_server_on_a_command_line_needs_an_admin_key(tiny: pathlib.Path, tmp_path: pathlib.Path):
+    """It has no way to dumps but HTTP, where they need one; an Engine has, as the tests of its dumps show."""
+    words = ["--model-path", str(tiny), "--enable-hierarchical-cache", "--hicache-representation", "int8"]
+    words += ["--hicache-dump-dir", str(tmp_path)]
+    for more in [], ["--api-key", "users"]:
+        with pytest.raises(SystemExit, match="dumps over HTTP need an admin key: add --admin-api-key KEY, or drop it"):
+            prepare_server_args([*words, *more])
+    chosen = choice.chosen(prepare_server_args([*words, "--admin-api-key", "KEY"]))
+    assert chosen is not None
+    assert chosen.dump_dir == str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("api_key", "admin_key", "sent", "status"),
+    [
+        (None, None, None, 400),
+        (None, None, "any", 400),
+        ("users", None, None, 401),
+        ("users", None, "users", 400),
+        (None, "admin", None, 401),
+        (None, "admin", "users", 401),
+        (None, "admin", "admin", 200),
+        ("users", "admin", "users", 401),
+        ("users", "admin", "admin", 200),
+    ],
+)
+@pytest.mark.parametrize("method", ["GET", "POST"])
+def test_the_route_is_for_holders_of_the_admin_key(
+    monkeypatch: pytest.MonkeyPatch,
+    method: str,
+    api_key: str | None,
+    admin_key: str | None,
+    sent: str | None,
+    status: int,
+):
+    """Behind SGLang's own check of keys; where a server has no admin key, as `/hicache/storage-backend` there."""
+    from fastapi import FastAPI
+    from sglang.srt.entrypoints import http_server as real
+    from sglang.srt.utils.auth import add_api_key_middleware
+    from starlette.testclient import TestClient
+
+    asked = []
+
+    async def schedulers(request: DumperControlReqInput) -> list[SimpleNamespace]:
+        asked.append(request.method)
+        return [SimpleNamespace(success=True, response=[{"state": "writing"}])]
+
+    serving = SimpleNamespace(admin_api_key=admin_key)
+    monkeypatch.setattr(dump, "get_serving", lambda: serving)
+    monkeypatch.setattr(real, "get_serving", lambda: serving)
+    state = SimpleNamespace(tokenizer_manager=SimpleNamespace(dumper_control=schedulers))
+    server = SimpleNamespace(app=FastAPI(), _global_state=state)
+    monkeypatch.setitem(sys.modules, real.__name__, server)
+    dump.add_route()
+    if api_key or admin_key:
+        add_api_key_middleware(server.app, api_key=api_key, admin_api_key=admin_key)
+    headers = {} if sent is None else {"Authorization": f"Bearer {sent}"}
+    answer = TestClient(server.app).request(method, dump.ROUTE, json={"name": "a"}, headers=headers)
+    assert answer.status_code == status
+    assert len(asked) == (status == 200)
+    if status == 400:
+        assert "restart it with --admin-api-key KEY" in answer.json()["error"]
+        sibling: Any = asyncio.run(real.hicache_storage_backend_status())
+        assert sibling.status_code == status
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root can write everywhere")
@@ -239,13 +309,20 @@ def test_nothing_is_evicted_while_pages_are_held(pool: RepresentationHostPool):
 class Scheduler:
     """What `dump` needs of one, over a pool of noise; pages 0 to 9 are handed out."""
 
-    def __init__(self, folder: pathlib.Path | None, rank: int = 0, ranks: int = 1):
-        self.pool = host_pool(buffer_info(), tp_size=ranks)
+    def __init__(
+        self,
+        folder: pathlib.Path | None,
+        rank: int = 0,
+        ranks: int = 1,
+        pool: RepresentationHostPool | None = None,
+    ):
+        self.pool = pool or host_pool(buffer_info(), tp_size=ranks)
         self.pool.arena.buffer.random_(generator=torch.Generator().manual_seed(rank))
         self.pool.alloc(4 * 10)
         self.server_args = SimpleNamespace()
-        choice = Choice("int8", "a test", command_line=False, dump_dir=folder and str(folder))
-        self.server_args._hiqcache_choice = choice
+        self.server_args._hiqcache_choice = Choice(
+            "int8", "a test", command_line=False, dump_dir=folder and str(folder)
+        )
         self.submitted = 0
         engine = SimpleNamespace(device_to_host_stream=torch.cpu.Stream())
         self.tree_cache = SimpleNamespace(
@@ -332,6 +409,7 @@ def test_selections(tmp_path: pathlib.Path):
         ("33", "no page 33; the pool's are 0 to 32"),
         ("5-1", "do not ascend"),
         ("some", "'some' is no page"),
+        ("0," * 40_000, "ranges of pages have 80,000 characters; allowed: up to 65,536"),
     ]:
         with pytest.raises(DumpError, match=message):
             scheduler.ask(dump.START, name="d", pages=pages)
@@ -431,6 +509,106 @@ def test_a_short_disk(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
         scheduler.ask(dump.START, name="a")
     assert not scheduler.pool.holding
     assert not list(tmp_path.iterdir())
+
+
+# -- what it costs the schedulers -------------------------------------------------------------------------------------
+
+
+def small_pool(pages: int) -> RepresentationHostPool:
+    """Of pages of one token, every second of them handed out: the most ranges that a file can have to name."""
+    info = buffer_info(head_num=1, head_dim=16, layer_num=1, page_size=1)
+    pool = host_pool(info, name="bf16", page_size=1, host_token_capacity=pages)
+    taken = pool.alloc(pages)
+    assert taken is not None
+    pool.free(taken[1::2])
+    return pool
+
+
+def cost(work: Callable[[], object]) -> tuple[int, int]:
+    """Lines of Python that some work executes, in threads that it starts too, and the most bytes that Python takes."""
+    lines = 0
+
+    def count(frame: object, event: str, argument: object) -> Any:
+        nonlocal lines
+        lines += event == "line"
+        return count
+
+    tracemalloc.start()
+    threading.settrace(count)
+    sys.settrace(count)
+    try:
+        work()
+    finally:
+        sys.settrace(None)
+        threading.settrace(None)
+        _, most = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    return lines, most
+
+
+@pytest.mark.parametrize("pages", ["occupied", "all", "1-1500"])
+def test_no_step_of_a_dump_goes_page_by_page(tmp_path: pathlib.Path, pages: str):
+    """A scheduler stands still in each of these steps, and while the writer's thread has the GIL.
+
+    So a pool that is 20 times as large takes as many lines of Python, and no Python object for each page: an int in a
+    list has 36 bytes. Flags, numbers and the text of ranges have fewer than 20.
+    """
+    few, many = 2000, 40_000
+    costs: dict[str, list[tuple[int, int]]] = {}
+    for size in (few, many):
+        (tmp_path / str(size)).mkdir()
+        scheduler = Scheduler(tmp_path / str(size), pool=small_pool(size))
+        pool = scheduler.pool
+        used = pool.slot_used.nonzero()[:, 0].flip(0)
+
+        def write(scheduler: Scheduler = scheduler) -> None:
+            scheduler.ask(dump.START, name="a", pages=pages)
+            assert scheduler.pool.dump is not None
+            scheduler.pool.dump._thread.join()
+
+        def advance(pool: RepresentationHostPool = pool) -> None:
+            assert pool.dump is not None
+            pool.dump.advance()
+            pool.dump._thread.join()
+
+        steps: dict[str, Callable[[], object]] = {
+            "start and write": write,
+            "free": lambda pool=pool, used=used: pool.free(used),
+            "allocate": lambda pool=pool: pool.alloc(4),
+            "flush": pool.clear,
+            "release and commit": advance,
+            "end": advance,
+            "status": lambda scheduler=scheduler: scheduler.ask(dump.STATUS),
+        }
+        for name, step in steps.items():
+            costs.setdefault(name, []).append(cost(step))
+        assert pool.available_size() == size
+        assert scheduler.ask(dump.STATUS)["state"] == "done"
+    for name, ((lines, most), (more_lines, more)) in costs.items():
+        assert more_lines < 1.1 * lines + 50, name
+        assert more - most < 20 * (many - few), name
+
+
+def test_nothing_of_a_dump_stays(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
+    """Neither the ids of its pages, nor its flags, nor the writer; what `status` says does."""
+
+    def left() -> list[str]:
+        gc.collect()
+        of_pages = [each for each in gc.get_objects() if type(each) is torch.Tensor and len(each.shape) == 1]
+        writers = [each for each in gc.get_objects() if type(each) is writer.SafetensorsWriter]
+        return [str(each.dtype) for each in of_pages if len(each) == occupied] + ["writer"] * len(writers)
+
+    scheduler, go = Scheduler(tmp_path, pool=small_pool(2002)), threading.Event()
+    occupied = int(scheduler.pool.slot_used.sum())
+    gate(monkeypatch, go.wait)
+    scheduler.ask(dump.START, name="a")
+    assert "writer" in left()
+    go.set()
+    status = scheduler.finish()
+    assert (status["state"], status["pages"], status["written"]) == ("done", occupied, occupied)
+    assert left() == []
+    assert not scheduler.pool.holding
+    assert scheduler.ask(dump.STATUS) == status
 
 
 # -- two ranks ---------------------------------------------------------------------------------------------------------

@@ -339,6 +339,7 @@ def test_the_count_of_slots(fault: str | None, tmp_path: pathlib.Path, monkeypat
     monkeypatch.setattr(probe, "get_parallel", lambda: SimpleNamespace(tp_rank=0))
     monkeypatch.setenv("HIQCACHE_PROBE", str(tmp_path / "events"))
     monkeypatch.setenv("HIQCACHE_PROBE_AUDIT", str(tmp_path / "audit"))
+    monkeypatch.setattr("sglang.srt.mem_cache.pool_host.base.HICACHE_HOST_MEMORY_RESERVE_BYTES", 0)  # servers may run
     pool = host_pool(buffer_info())
 
     def evict_host(tokens: int) -> None:

@@ -3,21 +3,22 @@
     python tools/bench_dump.py --out docs/results/dump-freeze.json
 
 A host pool as SGLang builds it, of one layer, one head and a page size of 1, is dumped by the schedulers' side of
-`hiqcache dump`; this process's main thread plays the scheduler. Each thing that a scheduler does for a dump, or with
-the pool meanwhile, is timed. Between them the main thread sleeps for a millisecond, computes a little and looks at the
-clock: what passes beyond that, the writer's thread has taken from it, through the GIL or with the CPU. The same without
-a dump says how much of it is the machine. `alone` are SGLang's own operations on a pool that nobody dumps.
+`hiqcache dump`. This process's main thread plays the scheduler: each thing that it does for a dump, or with the pool
+meanwhile, is timed. Between them it has heartbeats: it sleeps for a millisecond, computes a little and looks at the
+clock. What a heartbeat takes beyond that, the writer's thread has taken through the GIL, or others with the CPU.
+
+`alone` are SGLang's own operations on a pool that nobody dumps, and heartbeats of the machine. Every number has the
+longest of each run: a machine with other work on it makes some runs longer and none shorter.
 """
 
 import gc
 import json
 import os
 import platform
-import random
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -27,7 +28,7 @@ from unittest import mock
 
 import click
 import torch
-from attrs import asdict, field, frozen
+from attrs import field, frozen
 from results import command_line, writable
 from rich.console import Console
 from rich.table import Table
@@ -49,11 +50,6 @@ REPRESENTATION = "bf16"
 HEAD_DIM = 64
 HEARTBEAT_SECONDS = 0.001
 IDLE_SECONDS = 3
-SHARES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "every page": lambda slots: slots[:0],
-    "every second page": lambda slots: slots[1::2],
-}
-"""How a pool is filled: the slots that are free again of a pool that was full."""
 
 
 @frozen
@@ -61,26 +57,27 @@ class Scenario:
     """A pool and a dump of it.
 
     Attributes:
-        occupied: one of SHARES.
-        pages: what is asked for; HALF stands for the first half of the pool.
-        flush: whether everything is freed meanwhile, in one call and in random order, allocated again and flushed.
+        every: of the pool's pages, every how many-th is occupied.
+        pages: what is asked for; HALF stands for half the pool's pages.
+        flush: whether meanwhile all of them are freed in one call and in random order, allocated and flushed.
     """
 
-    occupied: str
+    every: int
     pages: str
     flush: bool = False
 
     @property
     def name(self) -> str:
-        return f"{self.occupied} occupied, {self.pages} dumped" + ", freed meanwhile" * self.flush
+        occupied = "every page" if self.every == 1 else f"one page in {self.every}"
+        return f"{occupied} occupied, {self.pages} dumped" + ", freed meanwhile" * self.flush
 
 
 SCENARIOS = (
-    Scenario("every page", "occupied"),
-    Scenario("every second page", "occupied"),
-    Scenario("every second page", "occupied", flush=True),
-    Scenario("every second page", "all", flush=True),
-    Scenario("every second page", "0-HALF"),
+    Scenario(1, "occupied"),
+    Scenario(2, "occupied"),
+    Scenario(2, "occupied", flush=True),
+    Scenario(2, "all", flush=True),
+    Scenario(2, "0-HALF"),
 )
 
 
@@ -117,12 +114,12 @@ class Scheduler:
             mock.patch.object(dump, "get_parallel", return_value=self._parallel),
             mock.patch.object(dump.proof, "pool_in_force", return_value=self.pool),
         ):
-            dump.handle(dump.handle, self, DumperControlReqInput(method=method, body=body))
+            dump.handle(mock.Mock(), self, DumperControlReqInput(method=method, body=body))
 
 
 @frozen
 class Times:
-    """Milliseconds of each occurrence of each step, by the clock and by the main thread's CPU."""
+    """Milliseconds of each occurrence of each step in one run, by the clock and by the main thread's CPU."""
 
     wall: dict[str, list[float]] = field(factory=lambda: defaultdict(list))
     cpu: dict[str, list[float]] = field(factory=lambda: defaultdict(list))
@@ -138,14 +135,13 @@ class Times:
         self.cpu[step].append(1e3 * cpu_time)
 
 
-@contextmanager
-def heartbeat(times: Times, step: str) -> Iterator[None]:
-    """A millisecond of rest, and a step of a scheduler, which is what runs inside."""
+def heartbeat(times: Times) -> None:
+    """A millisecond of rest and a moment of work."""
     before, cpu_time = time.perf_counter(), time.thread_time()
     time.sleep(HEARTBEAT_SECONDS)
     torch.ones(16).sum()  # PyTorch gives the GIL back, and wants it again
-    yield
-    times.add(step, max(0.0, time.perf_counter() - before - HEARTBEAT_SECONDS), time.thread_time() - cpu_time)
+    late = time.perf_counter() - before - HEARTBEAT_SECONDS
+    times.add("heartbeat", max(0.0, late), time.thread_time() - cpu_time)
 
 
 def resident_mib() -> float:
@@ -154,13 +150,14 @@ def resident_mib() -> float:
     return int(line.split()[1]) / 1024
 
 
-def run(scheduler: Scheduler, scenario: Scenario, folder: Path, times: Times) -> dict[str, float]:
-    """One dump from first to last; what it took beside time."""
+def run(scheduler: Scheduler, scenario: Scenario) -> tuple[Times, dict[str, float]]:
+    """One dump from first to last; what it took in time, and otherwise."""
+    times = Times()
     host, shuffle = scheduler.pool, torch.Generator().manual_seed(0)
     host.clear()
     slots = host.alloc(host.available_size())
     assert slots is not None
-    host.free(SHARES[scenario.occupied](slots))
+    host.free(slots[slots % scenario.every > 0])
     used = host.slot_used.nonzero()[:, 0]
     used = used[torch.randperm(len(used), generator=shuffle)]
     del slots
@@ -183,8 +180,7 @@ def run(scheduler: Scheduler, scenario: Scenario, folder: Path, times: Times) ->
     while scheduler.status["state"] == "writing":
         assert host.dump is not None
         holding = host.holding
-        with heartbeat(times, "heartbeat"):
-            pass
+        heartbeat(times)
         with times.of("advance"):
             host.dump.advance()
         if holding and not host.holding:
@@ -203,12 +199,14 @@ def run(scheduler: Scheduler, scenario: Scenario, folder: Path, times: Times) ->
     (file,) = scheduler.status["files"]
     written = os.stat(file).st_size
     os.unlink(file)
-    return {"seconds": seconds, "bytes": written, "before_mib": before, "peak_mib": peak, "after_mib": after}
+    memory = {"before_mib": before, "peak_mib": peak, "after_mib": after}
+    rounded = {name: round(value, 1) for name, value in ({"seconds": seconds} | memory).items()}
+    return times, rounded | {"bytes": written}
 
 
-def alone(scheduler: Scheduler, times: Times) -> None:
+def alone(scheduler: Scheduler) -> Times:
     """The same operations of the pool with no dump, and heartbeats of the machine."""
-    host = scheduler.pool
+    times, host = Times(), scheduler.pool
     with times.of("flush"):
         host.clear()
     with times.of("allocation of all that is free"):
@@ -221,56 +219,52 @@ def alone(scheduler: Scheduler, times: Times) -> None:
         host.free(shuffled[4096:])
     end = time.perf_counter() + IDLE_SECONDS
     while time.perf_counter() < end:
-        with heartbeat(times, "heartbeat"):
-            pass
+        heartbeat(times)
+    return times
 
 
-def summary(times: Times) -> dict[str, dict[str, float]]:
+def summary(runs: Sequence[Times]) -> dict[str, dict[str, Any]]:
+    """Of each step: how often a run has it, and the longest of each run, by the clock and by the CPU."""
     return {
         step: {
-            "count": len(wall),
-            "longest_ms": round(max(wall), 3),
-            "median_ms": round(sorted(wall)[len(wall) // 2], 3),
-            "longest_cpu_ms": round(max(times.cpu[step]), 3),
+            "times": [len(times.wall[step]) for times in runs],
+            "longest_ms": [round(max(times.wall[step]), 2) for times in runs],
+            "longest_cpu_ms": [round(max(times.cpu[step]), 2) for times in runs],
         }
-        for step, wall in times.wall.items()
+        for step in runs[0].wall
     }
 
 
 @click.command
 @click.option("--pages", default=6_000_000, show_default=True, help="Of the pool; page size 1.")
-@click.option("--repeats", default=3, show_default=True, help="Dumps of each scenario.")
+@click.option("--repeats", default=5, show_default=True, help="Dumps of each scenario.")
 @click.option("--folder", type=click.Path(file_okay=False, exists=True, path_type=Path), help="For the dumps.")
 @click.option("--out", type=click.Path(path_type=Path), callback=writable, metavar="FILE", help="Write JSON there too.")
 def main(pages: int, repeats: int, folder: Path | None, out: Path | None) -> None:
-    """Dump a pool of so many pages in several states, and say how long the scheduler's thread was held."""
-    random.seed(0)
-    found: dict[str, Any] = {}
+    """Dump a pool of so many pages in several states, and print the longest times of each step."""
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         scheduler = Scheduler(pages, Path(scratch))
-        idle = Times()
-        for _ in range(repeats):
-            alone(scheduler, idle)
+        steps = {"alone": summary([alone(scheduler) for _ in range(repeats)])}
+        dumps = {}
         for scenario in SCENARIOS:
-            times = Times()
-            dumps = [run(scheduler, scenario, Path(scratch), times) for _ in range(repeats)]
-            found[scenario.name] = {"steps": summary(times), "dumps": dumps, **asdict(scenario)}
+            runs = [run(scheduler, scenario) for _ in range(repeats)]
+            steps[scenario.name] = summary([times for times, _ in runs])
+            dumps[scenario.name] = [more for _, more in runs]
     result = {
         "command": command_line(),
         "pages": pages,
         "representation": REPRESENTATION,
         "geometry": {"layers": 1, "heads": 1, "head_dim": HEAD_DIM, "page_size": 1},
-        "cpus": os.cpu_count(),
-        "load": os.getloadavg()[0],
+        "machine": {"cpus": os.cpu_count(), "load": round(os.getloadavg()[0], 1)},
         "versions": {"python": platform.python_version()} | {name: version(name) for name in ("torch", "sglang")},
-        "alone": summary(idle),
-        "scenarios": found,
+        "steps": steps,
+        "dumps": dumps,
     }
-    table = Table("scenario", "step", "times", "longest ms", "median ms", "of it CPU")
-    for name, steps in {"alone": summary(idle), **{name: each["steps"] for name, each in found.items()}}.items():
-        for step, each in steps.items():
-            numbers = (each["longest_ms"], each["median_ms"], each["longest_cpu_ms"])
-            table.add_row(name, step, str(each["count"]), *(f"{number:.1f}" for number in numbers))
+    table = Table("scenario", "step", "of a quiet run, ms", "of any run, ms", "CPU of any, ms")
+    for name, found in steps.items():
+        for step, each in found.items():
+            numbers = min(each["longest_ms"]), max(each["longest_ms"]), max(each["longest_cpu_ms"])
+            table.add_row(name, step, *(f"{number:.1f}" for number in numbers))
             name = ""
         table.add_section()
     Console(width=140).print(table)
