@@ -156,21 +156,30 @@ def test_the_names_that_a_user_types_are_on_the_page():
 # -- docs/design.md --------------------------------------------------------------------------------------------------
 
 
+def geometry(layers: int, heads: int, dim: int, page_size: int) -> KVGeometry:
+    return KVGeometry(layers=layers, heads=heads, head_dim=dim, v_head_dim=dim, page_size=page_size)
+
+
 def test_the_arithmetic_of_the_formats():
-    geometry = KVGeometry(layers=36, heads=8, head_dim=128, v_head_dim=128, page_size=1)
-    bf16, int8 = Bf16(geometry), Int8(geometry)
+    bf16, int8, int8_64 = Bf16(geometry(36, 8, 128, 1)), Int8(geometry(36, 8, 128, 1)), Int8(geometry(36, 8, 128, 64))
     numbers = [
         int8.layouts[Part.K].block_bytes,
+        int8_64.layouts[Part.K].block_bytes,
         bf16.bytes_per_token(),
         int8.bytes_per_token(),
+        int8_64.bytes_per_token(),
+        Int8(geometry(80, 1, 128, 64)).bytes_per_token(),
         tokens_of_size(8, bf16.bytes_per_token(), 1),
         tokens_of_size(8, int8.bytes_per_token(), 1),
         54_254 * bf16.bytes_per_token(),
         54_254 * int8.bytes_per_token(),
         tokens_of_size(8, bf16.bytes_per_token(), 64),
-        tokens_of_size(8, int8.bytes_per_token(), 64),
+        tokens_of_size(8, int8_64.bytes_per_token(), 64),
     ]
-    assert numbers == [1152, 147_456, 82_944, 54_254, 96_451, 8_000_077_824, 4_500_043_776, 54_272, 96_512]
+    assert numbers == [
+        *(1152, 66_560, 147_456, 82_944, 74_880, 20_800),
+        *(54_254, 96_451, 8_000_077_824, 4_500_043_776, 54_272, 106_880),
+    ]
     assert not [number for number in numbers if f"{number:,}" not in page("design")]
 
 
@@ -178,11 +187,12 @@ def test_the_table_of_geometries():
     rows = re.findall(r"^\| [^|]+ \| (\d+) x (\d+) \| (.*) \|$", page("design"), re.MULTILINE)
     assert len(rows) == 5
     for heads, dim, cells in rows:
-        values, scales = int(heads) * int(dim), 2 * int(heads)
-        record = -(-(values + scales) // 128) * 128
-        expected = [f"{n:,}" for n in (values, scales, record - values - scales, record, 2 * values)]
-        saved = f"{1 - record / (2 * values):.2%}" if record < 2 * values else "refused"
-        assert [cell.strip() for cell in cells.split("|")] == [*expected, saved]
+        bf16 = 2 * int(heads) * int(dim)
+        expected = [f"{bf16:,}"]
+        for page_size in (1, 16, 64):  # powers of two up to 128, so a multiple of 128 is whole bytes a token
+            taken = -(-page_size * int(heads) * (int(dim) + 2) // 128) * 128 // page_size
+            expected += [f"{taken:,}", f"{1 - taken / bf16:.2%}" if taken < bf16 else "refused"]
+        assert [cell.strip() for cell in cells.split("|")] == expected
 
 
 def test_what_the_page_computes_comes_out_as_it_says():
