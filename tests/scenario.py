@@ -103,10 +103,15 @@ def ask(server: Server, prompt: list[int], *, device: int, host: int) -> Output:
 
 
 def fill(server: Server, case: Case, prompts: list[list[int]]) -> list[Output]:
-    """Ask each prompt twice, more prompts than L1 holds; the second answers, whose prefixes are in L1."""
+    """Ask each prompt twice, more prompts than L1 holds; the second answers, whose prefixes are in L1.
+
+    The first time the last token is left out. Its KV, computed with the whole prompt, would stay in L1, and SGLang
+    would go on from it the second time: a restored answer goes on from a KV that was computed alone.
+    """
     exact = []
     for prompt in prompts:
-        ask(server, prompt, device=0, host=0)
+        (cold,) = server.generate([prompt[:-1]], 1)
+        assert (cold.from_device, cold.from_host) == (0, 0)
         exact.append(ask(server, prompt, device=case.whole, host=0))
     return exact
 

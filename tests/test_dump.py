@@ -592,12 +592,16 @@ def test_no_step_of_a_dump_goes_page_by_page(tmp_path: pathlib.Path, pages: str)
 def test_nothing_of_a_dump_stays(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
     """Neither the ids of its pages, nor its flags, nor the writer; what `status` says does."""
 
+    def writers_alive() -> list[Any]:
+        return [each for each in gc.get_objects() if type(each) is writer.SafetensorsWriter]
+
     def left() -> list[str]:
         gc.collect()
         of_pages = [each for each in gc.get_objects() if type(each) is torch.Tensor and len(each.shape) == 1]
-        writers = [each for each in gc.get_objects() if type(each) is writer.SafetensorsWriter]
+        writers = [each for each in writers_alive() if id(each) not in earlier]
         return [str(each.dtype) for each in of_pages if len(each) == occupied] + ["writer"] * len(writers)
 
+    earlier = {id(each) for each in writers_alive()}  # of other tests in this process
     scheduler, go = Scheduler(tmp_path, pool=small_pool(2002)), threading.Event()
     occupied = int(scheduler.pool.slot_used.sum())
     gate(monkeypatch, go.wait)
