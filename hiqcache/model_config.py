@@ -1,9 +1,10 @@
 """The KV geometry of a model, from its Hugging Face config.json alone, as SGLang's `ModelConfig` derives it.
 
-transformers is not imported, so a value that a config.json leaves to a default of transformers' is unknown here and
-reported as such. Models whose KV SGLang does not keep in one plain MHA pool are refused: their figures would be wrong.
-SGLang itself tells some of these by its configuration classes, hiqcache by the fields that such models state; whatever
-escapes both lists is still caught when it is served, by the check for the pool in force.
+transformers is not imported, so a value that a config.json leaves to a default of transformers' is unknown here, unless
+`_NESTED_DEFAULTS` has it, and reported as such. Models whose KV SGLang does not keep in one plain MHA pool are refused:
+their figures would be wrong. SGLang itself tells some of these by its configuration classes, hiqcache by the fields
+that such models state; whatever escapes both lists is still caught when it is served, by the check for the pool in
+force.
 """
 
 import json
@@ -30,6 +31,16 @@ _ALWAYS_BIASED = ("gpt2", "gpt_bigcode", "phi", "qwen", "qwen2")
 _FALCON = ("falcon", "RefinedWeb", "RefinedWebModel")
 _DTYPES = {"half": torch.float16, "float16": torch.float16, "bfloat16": torch.bfloat16}
 """What `--dtype auto` makes of a config's dtype; float32 or none at all becomes float16, for Gemma bfloat16."""
+_NESTED_DEFAULTS = {
+    "gemma3_text": {
+        "hidden_size": 2304,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+    },
+}
+"""transformers' defaults of nested language models; a model's config.json leaves out fields that equal them."""
 _EXPLICIT = "give --layers, --heads and --head-dim instead of --config"
 
 _PLAIN = "one K and one V for each head and token, in every layer alike"
@@ -180,6 +191,8 @@ def _read(file: Path) -> Fields:
 
 def _geometry(config: Fields, tp_size: int, page_size: int) -> KVGeometry:
     text = _text_config(config)
+    if text is not config:
+        text = {**_NESTED_DEFAULTS.get(str(text.get("model_type")), {}), **text}
     violations = list(_other_caches(config, text))
     if violations:
         raise UnsupportedModel(violations)
@@ -283,7 +296,7 @@ def _count(fields: Fields, name: str) -> int:
 
 
 def _left_out(name: str) -> str:
-    # A nested config is saved without the values that equal its class's defaults: Gemma 3 leaves out head_dim 256.
+    # A nested config is saved without the values that equal its class's defaults.
     return f"{name} of the nested language model is not stated, and only transformers knows its default"
 
 

@@ -1,10 +1,11 @@
 """Runs before anything imports sglang."""
 
 import fcntl
+import logging
 import os
 import pathlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import tiny_model
@@ -29,9 +30,17 @@ def pytest_xdist_auto_num_workers() -> int:
     return 0 if torch.cuda.is_available() else 2
 
 
+def minutes(item: pytest.Item) -> float:
+    """How long a test takes, about. One that shares servers or processes with others is as long as they are."""
+    slow = item.get_closest_marker("slow")
+    if slow:
+        return slow.args[0] if slow.args else 1
+    return 1 if item.get_closest_marker("xdist_group") else 0
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if hasattr(config, "workerinput"):  # the long ones first, so that all workers end at about the same time
-        items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+        items.sort(key=minutes, reverse=True)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs an NVIDIA GPU")
@@ -70,6 +79,17 @@ def probe_site(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     """The documentation's third-party package; read only."""
     return installed_in(made_once(tmp_path_factory, "third-party-site", install_third_party))
+
+
+@pytest.fixture(autouse=True)
+def _own_logging() -> Iterator[None]:
+    """SGLang configures the root logger of a process that makes an Engine; later tests are to find it as it was."""
+    level, handlers = logging.root.level, list(logging.root.handlers)
+    yield
+    logging.root.setLevel(level)
+    for handler in list(logging.root.handlers):
+        if type(handler) is logging.StreamHandler and handler not in handlers:  # pytest's own are of subclasses
+            logging.root.removeHandler(handler)
 
 
 @pytest.fixture

@@ -15,7 +15,6 @@ from typing import Any
 from serving import device_settings
 from sglang.srt.entrypoints.engine import Engine
 from sglang.srt.entrypoints.http_server import launch_server
-from sglang.srt.mem_cache import device_pool_info
 from sglang.srt.plugins import load_plugins
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.server_args import ServerArgs, prepare_server_args
@@ -233,6 +232,8 @@ def another_release(case: Callable[[], None], *, broken: bool = True, allowed: b
 
         sglang.version.__version__ = "0.5.22"
         if broken:
+            from sglang.srt.mem_cache import device_pool_info
+
             del device_pool_info.MHABufferInfo
         if allowed:
             os.environ[ALLOW] = "1"

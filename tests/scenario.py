@@ -1,8 +1,9 @@
 """The life of an L2 on a real server, and what every server must show of it.
 
 Answers are compared only with answers of the same arithmetic: a restored one with one from L1. Both compute the same
-last tokens on top of the same cached prefix, alone in their batch. A cold run computes the whole prompt at once, which
-rounds differently on some CPUs and GPUs, so nothing is compared with it.
+last tokens on top of the same cached prefix, alone in their batch. A cold run computes a prompt at once, which rounds
+differently on some CPUs and GPUs. So nothing is compared with it, and it leaves out a prompt's last token: SGLang would
+go on from that token's cached KV, rounded as in the cold run, in the answer from L1 alone.
 """
 
 import pathlib
@@ -95,23 +96,18 @@ class Case:
         } | more
 
 
-def ask(server: Server, prompt: list[int], *, device: int, host: int) -> Output:
+def ask(server: Server, prompt: list[int], *, device: int, host: int, new_tokens: int = ANSWER_TOKENS) -> Output:
     """The answer to one prompt, so many tokens of which come from L1 and from L2."""
-    (answer,) = server.generate([prompt], ANSWER_TOKENS)
+    (answer,) = server.generate([prompt], new_tokens)
     assert (answer.from_device, answer.from_host) == (device, host)
     return answer
 
 
 def fill(server: Server, case: Case, prompts: list[list[int]]) -> list[Output]:
-    """Ask each prompt twice, more prompts than L1 holds; the second answers, whose prefixes are in L1.
-
-    The first time the last token is left out. Its KV, computed with the whole prompt, would stay in L1, and SGLang
-    would go on from it the second time: a restored answer goes on from a KV that was computed alone.
-    """
+    """Ask for more than L1 holds, for each prompt's prefix and then for the prompt; answers whose prefix is in L1."""
     exact = []
     for prompt in prompts:
-        (cold,) = server.generate([prompt[:-1]], 1)
-        assert (cold.from_device, cold.from_host) == (0, 0)
+        ask(server, prompt[:-1], device=0, host=0, new_tokens=1)
         exact.append(ask(server, prompt, device=case.whole, host=0))
     return exact
 

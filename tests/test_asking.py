@@ -11,7 +11,6 @@ import tiny_model
 from serving import environment
 
 pytest.importorskip("sglang", reason="needs the sglang extra")
-pytestmark = pytest.mark.xdist_group("fresh processes")  # to run them once
 
 SERVES, SERVES_BF16 = ("SchedulersStarted", r"int8, dumps: None"), ("SchedulersStarted", "BF16")
 DUMPS = ("SchedulersStarted", "int8, dumps: /tmp")
@@ -97,24 +96,19 @@ EXPECTED = {
 """Case of fresh_processes.py -> the exception that ends it, and a pattern of its text."""
 
 
-@pytest.fixture(scope="module")
-def happened(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str]]:
-    folder = tmp_path_factory.mktemp("model")
-    (folder / "config.json").write_text(json.dumps(tiny_model.CONFIG))
-    program, answer = pathlib.Path(__file__).with_name("fresh_processes.py"), folder / "happened.json"
-    command = [sys.executable, str(program), str(folder), str(answer)]
+def test_every_way_to_ask(tmp_path: pathlib.Path):
+    """All of them in one test, as SGLang is imported once for all."""
+    (tmp_path / "config.json").write_text(json.dumps(tiny_model.CONFIG))
+    program, answer = pathlib.Path(__file__).with_name("fresh_processes.py"), tmp_path / "happened.json"
+    command = [sys.executable, str(program), str(tmp_path), str(answer)]
     finished = subprocess.run(command, env=environment(), capture_output=True, text=True)
     assert finished.returncode == 0, finished.stderr[-4000:]
-    return json.loads(answer.read_text())
-
-
-@pytest.mark.parametrize("case", EXPECTED)
-def test_a_way_to_ask(happened: dict[str, tuple[str, str]], case: str):
-    error, pattern = EXPECTED[case]
-    found, text = happened[case]
-    assert found == error, text
-    assert re.search(pattern, text, re.DOTALL), text
-
-
-def test_every_case_is_expected(happened: dict[str, tuple[str, str]]):
+    happened = json.loads(answer.read_text())
     assert happened.keys() == EXPECTED.keys()
+
+    def as_expected(case: str) -> bool:
+        error, pattern = EXPECTED[case]
+        found, text = happened[case]
+        return found == error and re.search(pattern, text, re.DOTALL) is not None
+
+    assert {case: what for case, what in happened.items() if not as_expected(case)} == {}

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hiqcache.geometry import HiqcacheError, KVGeometry
-from hiqcache.model_config import HYBRID_SWA, UnsupportedModel, geometry_from_config, local_kv_heads
+from hiqcache.model_config import _NESTED_DEFAULTS, HYBRID_SWA, UnsupportedModel, geometry_from_config, local_kv_heads
 
 QWEN3_8B = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -210,10 +210,51 @@ def test_what_is_not_stated_is_not_guessed(geometry_of, name, value):
 
 @pytest.mark.parametrize("name", ["head_dim", "num_key_value_heads"])
 def test_a_nested_model_may_leave_out_what_only_transformers_knows(geometry_of, name):
-    # As google/gemma-3-12b does with head_dim: 3840 / 16 = 240 would be wrong, its class's default is 256.
-    text = without(GEMMA3_27B["text_config"], name)
+    text = without(GEMMA3_27B["text_config"], name) | {"model_type": "another_text"}
     with pytest.raises(HiqcacheError, match=f"{name} of the nested language model is not stated"):
         geometry_of({**GEMMA3_27B, "text_config": text})
+
+
+@pytest.mark.parametrize(
+    ("stated", "layers", "heads"),
+    [  # what google/gemma-3-4b-it and google/gemma-3-12b-it state of their language models
+        ({"hidden_size": 2560, "num_hidden_layers": 34}, 34, 4),
+        ({"hidden_size": 3840, "num_hidden_layers": 48, "num_attention_heads": 16, "num_key_value_heads": 8}, 48, 8),
+    ],
+)
+def test_gemma_3_leaves_out_what_its_class_defaults_to(geometry_of, stated, layers, heads):
+    """As for the width of a head: 3840 / 16 = 240 would be wrong."""
+    text = {"model_type": "gemma3_text", "sliding_window": 1024, **stated}
+    geometry = geometry_of({**GEMMA3_27B, "text_config": text})
+    assert (geometry.layers, geometry.heads, geometry.head_dim) == (layers, heads, 256)
+
+
+def test_the_defaults_are_those_of_transformers():
+    auto = pytest.importorskip("transformers", reason="needs the sglang extra").CONFIG_MAPPING
+    for model_type, defaults in _NESTED_DEFAULTS.items():
+        config = auto[model_type]()
+        assert {name: getattr(config, name) for name in defaults} == defaults
+
+
+GEMMA2_9B = {
+    "architectures": ["Gemma2ForCausalLM"],
+    "model_type": "gemma2",
+    "cache_implementation": "hybrid",
+    "hidden_size": 3584,
+    "num_hidden_layers": 42,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 256,
+    "sliding_window": 4096,
+    "torch_dtype": "float32",
+}
+
+
+def test_gemma_2(geometry_of):
+    expected = KVGeometry(
+        layers=42, heads=8, head_dim=256, v_head_dim=256, page_size=1, dtype=torch.bfloat16, tp_size=1
+    )
+    assert geometry_of(GEMMA2_9B) == expected
 
 
 @pytest.mark.parametrize("content", ["", "{", "[1]", "7", '"text"', "null", "\x00", "[" * 100_000])

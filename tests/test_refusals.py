@@ -15,6 +15,7 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
+import attrs
 import pytest
 import torch
 from serving import device_settings, environment, start_refused
@@ -619,8 +620,6 @@ def test_mla_is_caught():
 
 def test_the_launcher_demands_a_report_from_every_scheduler():
     asked = Choice("int8", "a test", command_line=False)
-    import attrs
-
     report = attrs.asdict(proof.Report.of(host_pool(buffer_info())))
     proof.verify(asked, [{proof.KEY: [report]}, {proof.KEY: [report, report]}])
     with pytest.raises(Refused, match="1 of 2 schedulers reported"):
@@ -633,6 +632,15 @@ def test_the_launcher_demands_a_report_from_every_scheduler():
         proof.verify(asked, [{proof.KEY: [report | {"representation": "bf16"}]}])
     with pytest.raises(Refused, match="another-tag"):
         proof.verify(asked, [{proof.KEY: [report | {"format_tag": "another-tag"}]}])
+
+
+@pytest.mark.parametrize(
+    ("bytes_per_token", "tokens", "size"),
+    [(2_048, 897, "1.84 MB"), (2_048, 225, "0.46 MB"), (82_944, 96_451, "8.00 GB"), (82_944, 6_000_000, "497.66 GB")],
+)
+def test_the_start_line_gives_the_size_of_l2(bytes_per_token: int, tokens: int, size: str):
+    report = attrs.evolve(proof.Report.of(host_pool(buffer_info())), bytes_per_token=bytes_per_token, tokens=tokens)
+    assert f"{tokens:,} tokens in {size} where BF16 would hold" in str(report)
 
 
 def test_reports_pass_through_the_data_parallel_controller():

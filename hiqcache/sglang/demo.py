@@ -3,12 +3,13 @@
 `serve` runs in the command and starts `python -m hiqcache.sglang.demo`, which imports sglang (on a machine with no GPU
 as `cpu.py` arranges it), asks each prompt three times, and reports each event as a line of JSON:
 
-    cold       nothing is cached
-    exact      at once again: the prefix is in L1, and the answer comes from exact KV
-    restored   after every other prompt has pushed the prefix out of L1: it comes back from L2
+    cold       all but its last token, with nothing cached
+    exact      whole, at once after it: the prefix is in L1, and the answer comes from exact KV
+    restored   whole, after every other prompt has pushed the prefix out of L1: it comes back from L2
 
 The last two compute one prompt token on top of a cached prefix, so their arithmetic is the same and only what L2 did to
-the KV can make their answers differ. A cold run computes the whole prompt at once, which may round differently.
+the KV can make their answers differ. A cold run computes a prompt at once, which may round differently. It leaves out
+the last token: in the exact run alone, SGLang would go on from that token's cached KV, rounded as in the cold run.
 """
 
 import contextlib
@@ -171,17 +172,18 @@ def _run(model: str, representation: str, prompts: list[str]) -> Iterator[Event]
     with sglang.Engine(**arguments) as engine:
         (report,) = engine.get_server_info()[proof.KEY]
         yield Started(report["bytes_per_token"], report["tokens"])
-        for index, prompt in enumerate(prompts):
-            yield _ask(engine, "cold", index, prompt)
-            yield _ask(engine, "exact", index, prompt)
-        for index, prompt in enumerate(prompts):
-            yield _ask(engine, "restored", index, prompt)
+        tokens = [engine.tokenizer_manager.tokenizer.encode(prompt) for prompt in prompts]
+        for index, prompt in enumerate(tokens):
+            yield _ask(engine, "cold", index, prompt[:-1], 1)
+            yield _ask(engine, "exact", index, prompt, ANSWER_TOKENS)
+        for index, prompt in enumerate(tokens):
+            yield _ask(engine, "restored", index, prompt, ANSWER_TOKENS)
 
 
-def _ask(engine: Any, phase: str, index: int, prompt: str) -> Answer:
-    sampling = {"temperature": 0, "max_new_tokens": ANSWER_TOKENS, "ignore_eos": True}
+def _ask(engine: Any, phase: str, index: int, prompt: list[int], new_tokens: int) -> Answer:
+    sampling = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
     start = time.perf_counter()
-    chunks = engine.generate(prompt, sampling, stream=True)
+    chunks = engine.generate(input_ids=prompt, sampling_params=sampling, stream=True)
     last = next(chunks)
     seconds = time.perf_counter() - start
     for last in chunks:  # noqa: B007  # each chunk repeats the answer so far
