@@ -45,7 +45,13 @@ def test_every_broken_rule_is_listed_at_once():
     message = str(caught.value)
     assert "'int8' refused (4 rules broken)" in message
     assert len(caught.value.violations) == 4
-    for words in ("float16", "--kv-cache-dtype bf16", "64 and 32", "1 local KV heads x 64 at TP=8", "--tp-size"):
+    for words in (
+        "float16",
+        "--kv-cache-dtype bf16",
+        "64 and 32",
+        "1 local KV heads x 64 at TP=8",
+        "--page-size (4 or a",
+    ):
         assert words in message
 
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 
+import click
 import pytest
 import serving_latency
 from serving_latency import First, Server
@@ -73,6 +74,18 @@ def test_every_server_has_every_set_of_cores_in_turn():
     for server in range(3):
         assert {tuple(sets[server]) for sets in rounds} == {tuple(part) for part in rounds[0]}
     assert serving_latency.core_sets([0, 1], 3, 1) == [[0, 1]] * 3, "too few to share out"
+
+
+def test_another_version_is_one_that_is_installed(tmp_path):
+    (tmp_path / "hiqcache-0.0.9.dist-info").mkdir()
+
+    def read(*texts: str) -> dict[str, pathlib.Path]:
+        return serving_latency.other_versions(None, None, texts)  # type: ignore[arg-type]
+
+    assert read(f"before={tmp_path}") == {"before": tmp_path}
+    for texts in (["before"], [f"int8={tmp_path}"], [f"a={tmp_path}"] * 2, [f"=/{tmp_path}"], ["a=/nonexistent"]):
+        with pytest.raises(click.BadParameter, match=r"NAME=FOLDER|no installed hiqcache"):
+            read(*texts)
 
 
 def test_threads_of_a_process_group_are_pinned():

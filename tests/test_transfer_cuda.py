@@ -56,8 +56,8 @@ def test_groups_cover_each_layer_once_and_in_order(layers, layer_bytes, fewest, 
 
 def test_groups_of_qwen3_8b():
     # 64 tokens x 2,080 bytes a page and layer: 6 MiB are less than a layer of 4,096 tokens, and more than 5 of 512.
-    assert [len(group) for group in chunks.layer_groups(36, 64 * 133_120, 1, 1000)] == [1, 24, 11]
-    assert [len(group) for group in chunks.layer_groups(36, 16 * 133_120, 1, 1000)] == [3, 23, 10]
+    assert [len(group) for group in chunks.layer_groups(36, 64 * 133_120, 1, 1000)] == [1, 5, 13, 12, 5]
+    assert [len(group) for group in chunks.layer_groups(36, 16 * 133_120, 1, 1000)] == [3, 5, 11, 12, 5]
     assert [len(group) for group in chunks.layer_groups(36, 8 * 133_120, 1, 1000)] == [6, 30], "small: fewer groups"
 
 

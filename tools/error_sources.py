@@ -374,7 +374,14 @@ def markdown(result: dict[str, Any]) -> str:
         record = "-" if entry["record_bytes"] is None else f"{entry['record_bytes']:,} ({entry['used_bytes']:,} used)"
         errors = ("{once:.3%}, {twice:.3%}".format(**entry["relative_error"][part.value]) for part in Part)
         rows.append([name, entry["what"], record, *errors, kl(entry["kl"]), ratio])
-    titles = ["variant", "what", "bytes of 8 x 128", "error of K after 1 and 2 trips", "of V", "mean KL, 1e-4 nats"]
+    titles = [
+        "variant",
+        "what",
+        "bytes of 8 x 128, page size 1",
+        "error of K after 1 and 2 trips",
+        "of V",
+        "mean KL, 1e-4 nats",
+    ]
     titles.append("KL over int8's")
     shares = [[part.value.upper(), *(f"{x:.1%}" for x in result["sources"][part.value].values())] for part in Part]
     heads = []

@@ -16,6 +16,8 @@ go round: with as many repeats as servers, or twice as many, each server has had
   server gets a prompt before any gets the next, and ratios compare answers to the same prompt. Then each is asked for
   the same prompt again, now in L1: what that takes, no restore can save. What the first answer took beyond the second
   is what the restore cost that server.
+* Another hiqcache beside this one, to compare two versions in one run: `pip install --target FOLDER` it without its
+  dependencies, and say `--beside NAME=FOLDER`. Its server is asked for int8.
 * Inter-token latency: a batch of decoding requests, while prompts of 4k tokens arrive at a fixed rate whatever the
   server does (open loop): each restores its prefix from L2, computes a new question and is backed up.
 """
@@ -31,7 +33,7 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -229,7 +231,7 @@ def gpu_work(trace: dict[str, Any]) -> dict[str, Any]:
 
 def start(
     name: str, attention: str, prompts: tuple[int, ...], model: pathlib.Path, scratch: pathlib.Path,
-    stack: contextlib.ExitStack,
+    stack: contextlib.ExitStack, beside: Mapping[str, pathlib.Path],
 ) -> Server:  # fmt: skip
     """A server of one configuration, up."""
     port = free_port()
@@ -243,7 +245,7 @@ def start(
         "--hicache-size",
         str(L2_GIGABYTES),
     ]
-    words += CONFIGURATIONS[name]
+    words += CONFIGURATIONS.get(name, CONFIGURATIONS["int8"])
     command = launch(
         model,
         port,
@@ -255,6 +257,8 @@ def start(
         arguments=words,
     )
     variables = environment() | ({"SGLANG_PLUGINS": "none"} if name == "stock" else {})
+    if name in beside:
+        variables["PYTHONPATH"] = f"{beside[name]}:{variables.get('PYTHONPATH', '')}".rstrip(":")
     server = stack.enter_context(http(command, scratch / f"{name}.log", port, variables, START_SECONDS))
     firsts, without = ({tokens: [] for tokens in prompts} for _ in range(2))
     return Server(server.url, server.process_group, gpu_memory(server.process_group), firsts, without, [])
@@ -357,6 +361,24 @@ def plot(result: dict[str, Any], path: pathlib.Path) -> None:
     save(figure, path)
 
 
+def other_versions(_: click.Context, __: click.Parameter, texts: tuple[str, ...]) -> dict[str, pathlib.Path]:
+    """Read each `NAME=FOLDER`.
+
+    Raises:
+        click.BadParameter: it is anything else, the name is taken, or nobody installed hiqcache there.
+    """
+    folders: dict[str, pathlib.Path] = {}
+    for text in texts:
+        name, _, folder = text.partition("=")
+        path = pathlib.Path(folder).resolve()
+        if not name or name in CONFIGURATIONS or name in folders:
+            raise click.BadParameter(f"{text!r}; allowed: NAME=FOLDER, each name once and none of {[*CONFIGURATIONS]}")
+        if not any(path.glob("hiqcache-*.dist-info")):
+            raise click.BadParameter(f"{text!r}: {path} has no installed hiqcache (pip install --target {path} ...)")
+        folders[name] = path
+    return folders
+
+
 @click.command(help=__doc__)
 @click.option("--out", required=True, type=click.Path(path_type=pathlib.Path), callback=writable, help="JSON to write.")
 @click.option(
@@ -377,10 +399,13 @@ def plot(result: dict[str, Any], path: pathlib.Path) -> None:
     callback=lambda _, __, names: ["stock", *(name for name in names if name != "stock")],
     help="Beside stock.",
 )
+@click.option(
+    "--beside", multiple=True, callback=other_versions, metavar="NAME=FOLDER", help="Another hiqcache, installed there."
+)
 @click.option("--measure", type=click.Choice(MEASUREMENTS), multiple=True, default=MEASUREMENTS, show_default=True)
 def main(
     out: pathlib.Path, picture: pathlib.Path | None, repeats: int, attention_backend: str, prompts: tuple[int, ...],
-    names: list[str], measure: tuple[str, ...],
+    names: list[str], beside: dict[str, pathlib.Path], measure: tuple[str, ...],
 ) -> None:  # fmt: skip
     end_servers_on_sigterm()
     began = time.monotonic()
@@ -399,12 +424,15 @@ def main(
         "seconds": SECONDS,
         "repeats": repeats,
     }
+    names = [*names, *beside]
     with contextlib.ExitStack() as stack:
         scratch = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
         model = write_model(scratch / "model", QWEN3_8B)
         progress("starting servers, 90 s, and minutes more where kernels have to be compiled")
         with ThreadPoolExecutor() as pool:
-            started = pool.map(lambda name: start(name, attention_backend, prompts, model, scratch, stack), names)
+            started = pool.map(
+                lambda name: start(name, attention_backend, prompts, model, scratch, stack, beside), names
+            )
             servers = dict(zip(names, started, strict=True))
         cores, order = sorted(os.sched_getaffinity(0)), list(servers.values())
         for round_ in range(repeats + 1):

@@ -9,9 +9,10 @@ from itertools import accumulate
 
 FIRST_GROUP = 6 << 20
 """Encoded bytes of a restore's first group of layers, or one layer if that is more."""
-LATER_GROUPS = (0.7, 0.3)
-"""Shares of the other layers that the later groups of a restore take. The last one is small because SGLang computes
-its layers after everything has arrived."""
+LATER_GROUPS = (0.14, 0.36, 0.36, 0.14)
+"""Shares of the other layers that the later groups of a restore take. The first of them is small because SGLang soon
+waits for it where it computes faster than layers arrive, the last because its layers are computed after everything has
+arrived. Each group costs the host a copy a page."""
 SHORT = 64 << 20
 """Encoded bytes up to which the layers after the first group are one group."""
 FIRST_CHUNK = 16 << 20
