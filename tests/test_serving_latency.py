@@ -5,6 +5,7 @@ import pathlib
 import subprocess
 import sys
 import time
+from unittest.mock import Mock
 
 import click
 import pytest
@@ -80,7 +81,7 @@ def test_another_version_is_one_that_is_installed(tmp_path):
     (tmp_path / "hiqcache-0.0.9.dist-info").mkdir()
 
     def read(*texts: str) -> dict[str, pathlib.Path]:
-        return serving_latency.other_versions(None, None, texts)  # type: ignore[arg-type]
+        return serving_latency.other_versions(Mock(), Mock(), texts)
 
     assert read(f"before={tmp_path}") == {"before": tmp_path}
     for texts in (["before"], [f"int8={tmp_path}"], [f"a={tmp_path}"] * 2, [f"=/{tmp_path}"], ["a=/nonexistent"]):

@@ -369,7 +369,7 @@ def other_versions(_: click.Context, __: click.Parameter, texts: tuple[str, ...]
     """
     folders: dict[str, pathlib.Path] = {}
     for text in texts:
-        name, _, folder = text.partition("=")
+        name, folder = text.split("=", 1) if "=" in text else ("", "")
         path = pathlib.Path(folder).resolve()
         if not name or name in CONFIGURATIONS or name in folders:
             raise click.BadParameter(f"{text!r}; allowed: NAME=FOLDER, each name once and none of {[*CONFIGURATIONS]}")

@@ -9,12 +9,12 @@ from itertools import accumulate
 
 FIRST_GROUP = 6 << 20
 """Encoded bytes of a restore's first group of layers, or one layer if that is more."""
-LATER_GROUPS = (0.14, 0.36, 0.36, 0.14)
-"""Shares of the other layers that the later groups of a restore take. The first of them is small because SGLang soon
-waits for it where it computes faster than layers arrive, the last because its layers are computed after everything has
-arrived. Each group costs the host a copy a page."""
-SHORT = 64 << 20
-"""Encoded bytes up to which the layers after the first group are one group."""
+SHORT, LONG = 64 << 20, 512 << 20
+"""Encoded bytes of the layers after the first group: up to `SHORT` they are one group, from `LONG` on many."""
+LATER_GROUPS, LONG_GROUPS = (0.7, 0.3), (0.14, 0.36, 0.36, 0.14)
+"""Shares of them that each group takes, between `SHORT` and `LONG` and beyond. Each group costs the host a copy a page.
+In a long restore SGLang computes faster than layers arrive, so the first of them has to come soon, and few may be left
+to compute when the last ones have arrived."""
 FIRST_CHUNK = 16 << 20
 """Encoded bytes that a backup begins with, or one page if that is more."""
 GROWTH = 4
@@ -32,7 +32,8 @@ def layer_groups(layers: int, layer_bytes: int, fewest: int, most: int) -> list[
     """
     first = min(layers, max(fewest, ceil_div(FIRST_GROUP, layer_bytes)))
     rest = layers - first
-    shares = (1.0,) if rest * layer_bytes <= SHORT else LATER_GROUPS
+    later_bytes = rest * layer_bytes
+    shares = (1.0,) if later_bytes <= SHORT else LATER_GROUPS if later_bytes < LONG else LONG_GROUPS
     ends = [first + round(rest * share) for share in accumulate(shares, initial=0.0)]
     groups, start = [], 0
     for end in ends:

@@ -126,7 +126,8 @@ class KernelMover(Mover):
         self._from_layer = [
             words[shape.offset(Part.K, layer, 0) // WORD_BYTES :] for layer in range(shape.layers if shape.pages else 0)
         ]
-        self._pages = torch.empty(max(1, shape.pages), dtype=torch.int64, device=device)
+        # Whatever is read here is the number of a page: if ever a wait is missed, pages are wrong, and no address is.
+        self._pages = torch.zeros(max(1, shape.pages), dtype=torch.int64, device=device)
         self._uploads: list[_Upload] = []
 
     def locate(self, host_indices: torch.Tensor) -> None:
