@@ -33,5 +33,5 @@ class Bf16(HostRepresentation):
 
         return Tiles(bf16_tiles.encode, bf16_tiles.decode, ("payload",))
 
-    def error_bound(self, values: torch.Tensor, decoded: torch.Tensor) -> torch.Tensor:
+    def error_bound(self, values: torch.Tensor, decoded: torch.Tensor, part: Part) -> torch.Tensor:
         return torch.zeros_like(values, dtype=torch.float64)

@@ -6,20 +6,13 @@ import torch
 
 from hiqcache.geometry import KVGeometry, Part, Violation
 from hiqcache.registry import register
-from hiqcache.representation import BlockLayout, HostRepresentation, Tiles, padded_bytes
+from hiqcache.representation import BlockLayout, HostRepresentation, Tiles, without_gain
 
 ALIGN = 128
 """Bytes: the GPU kernels move whole lines of this size."""
-PAGE_SIZES = [2**power for power in range(11)]
-"""Looked through for one that a refused geometry could have; the larger, the less padding a token has."""
 SMALLEST_ABSMAX = 2.0**-112
 """A head is never scaled finer than this, so that `q * s` is a normal float32 number on every device."""
 LARGEST_BF16 = torch.finfo(torch.bfloat16).max
-
-
-def bytes_per_token(tokens: int, heads: int, dim: int) -> int:
-    """Bytes of a token in a block of `tokens`, its share of the padding included."""
-    return padded_bytes(tokens * heads * (dim + 2), tokens, ALIGN) // tokens
 
 
 @register
@@ -44,26 +37,14 @@ class Int8(HostRepresentation):
         yield from super().requirements(geometry)
         tokens, heads = geometry.page_size, geometry.heads
         for dim in sorted({geometry.head_dim, geometry.v_head_dim}):
-            seen = f"{heads} local KV heads x {dim}"
             if (values := tokens * heads * dim) % 2:
                 yield Violation(
                     rule="INT8 values before the BF16 scales of a block",
-                    seen=f"{tokens} tokens x {seen} = {values}",
+                    seen=f"{tokens} tokens x {heads} local KV heads x {dim} = {values}",
                     allowed="an even number",
                     flag="--page-size (an even one)",
                 )
-            if (taken := bytes_per_token(tokens, heads, dim)) >= (bf16 := 2 * heads * dim):
-                would_do = next((size for size in PAGE_SIZES if bytes_per_token(size, heads, dim) < bf16), None)
-                large = max(64, would_do or 0)
-                yield Violation(
-                    rule="bytes of one token in one layer of K or V",
-                    seen=f"{taken} ({seen} at TP={geometry.tp_size}, page size {tokens}, padded)",
-                    allowed=f"fewer than BF16's {bf16}",
-                    flag=f"--page-size ({would_do} or a larger power of two; {large} would take "
-                    f"{bytes_per_token(large, heads, dim)})"
-                    if would_do
-                    else "the model (its heads are too narrow for a scale each)",
-                )
+            yield from without_gain(geometry, dim, dim + 2, ALIGN)
 
     def block_layout(self, part: Part) -> BlockLayout:
         heads, dim = self.geometry.heads, self.geometry.dim(part)
@@ -80,8 +61,7 @@ class Int8(HostRepresentation):
         quotients = (x / scales.float()[..., None]).round_().clamp_(-127, 127)
         layout.view(out, "payload").copy_(quotients.masked_fill_(~finite[..., None], 0))
         layout.view(out, "scales").copy_(scales.masked_fill_(~finite, torch.nan))
-        if "padding" in layout:
-            layout.view(out, "padding").zero_()
+        layout.clear_padding(out)
 
     def decode(self, blocks: torch.Tensor, part: Part, out: torch.Tensor) -> None:
         layout = self.layouts[part]
@@ -95,7 +75,7 @@ class Int8(HostRepresentation):
 
         return Tiles(int8_tiles.encode, int8_tiles.decode, ("payload", "scales"))
 
-    def error_bound(self, values: torch.Tensor, decoded: torch.Tensor) -> torch.Tensor:
+    def error_bound(self, values: torch.Tensor, decoded: torch.Tensor, part: Part) -> torch.Tensor:
         """`(0.5 + 2**-8) * s + 2**-8 * |x^|`: half a step, slack for the float32 quotient, the output's rounding."""
         absmax = values.double().abs().amax(dim=-1, keepdim=True)
         scales = (absmax.float().clamp(min=SMALLEST_ABSMAX) / 127).bfloat16().double()

@@ -27,7 +27,7 @@ def as_bf16(bits):
 
 
 @triton.jit
-def encode(values):
+def encode(values, DIM: tl.constexpr):
     """`[rows, dim]` BF16 -> payload `[rows, dim]` int8, scales `[rows]` BF16."""
     x = values.to(tl.float32)
     # Without the sign, bits order as magnitudes do, infinity and NaN on top.
@@ -44,7 +44,7 @@ def encode(values):
 
 
 @triton.jit
-def decode(payload, scales):
+def decode(payload, scales, DIM: tl.constexpr):
     """Payload `[rows, dim]` int8, scales `[rows]` BF16 -> `[rows, dim]` BF16."""
     scale_bits = scales.to(tl.int16, bitcast=True).to(tl.int32)
     finite = scale_bits < INFINITY_BITS >> 16

@@ -57,6 +57,38 @@ def padded_bytes(used: int, tokens: int, align: int) -> int:
     return -(-used // step) * step
 
 
+PAGE_SIZES = [2**power for power in range(11)]
+"""Looked through for one that a refused geometry could have; the larger, the less padding a token has."""
+
+
+def without_gain(geometry: KVGeometry, dim: int, pair_bytes: int, align: int) -> Iterator[Violation]:
+    """The rule that a token takes fewer bytes than in BF16, if the padding of `BlockLayout.arrays` breaks it.
+
+    Args:
+        geometry: asked for.
+        dim: values of a head.
+        pair_bytes: bytes of one token and head, before padding.
+        align: as for `BlockLayout.arrays`.
+    """
+    heads, size = geometry.heads, geometry.page_size
+
+    def taken(tokens: int) -> int:
+        return padded_bytes(tokens * heads * pair_bytes, tokens, align) // tokens
+
+    bf16 = 2 * heads * dim
+    if taken(size) >= bf16:
+        would_do = next((tokens for tokens in PAGE_SIZES if taken(tokens) < bf16), None)
+        large = max(64, would_do or 0)
+        yield Violation(
+            rule="bytes of one token in one layer of K or V",
+            seen=f"{taken(size)} ({heads} local KV heads x {dim} at TP={geometry.tp_size}, page size {size}, padded)",
+            allowed=f"fewer than BF16's {bf16}",
+            flag=f"--page-size ({would_do} or a larger power of two; {large} would take {taken(large)})"
+            if would_do
+            else "the model (its heads are too narrow for a scale each)",
+        )
+
+
 @frozen
 class BlockLayout:
     """The sections of a block; together they cover each of its bytes exactly once.
@@ -138,6 +170,11 @@ class BlockLayout:
             place("padding", torch.uint8, (padding // tokens,))
         return cls(offset, placed)
 
+    def clear_padding(self, blocks: torch.Tensor) -> None:
+        """Zero the `padding` section of `[..., block_bytes]` blocks, if there is one."""
+        if "padding" in self:
+            self.view(blocks, "padding").zero_()
+
     def __getitem__(self, name: str) -> Section:
         for section in self.sections:
             if section.name == name:
@@ -175,8 +212,9 @@ class Tiles:
     named `padding` is zeroed by them. Bytes and values must equal those of `encode` and `decode`.
 
     Attributes:
-        encode: values `[rows, dim]` of the device's dtype -> a tuple with one tile for each of `sections`.
-        decode: those tiles, in that order -> values `[rows, dim]`.
+        encode: values `[rows, dim]` of the device's dtype, and `DIM: tl.constexpr`, dim before it was rounded up -> a
+            tuple with one tile for each of `sections`.
+        decode: those tiles, in that order, and `DIM` -> values `[rows, dim]`.
         sections: names of sections shaped `(page_size, heads)`, whose tiles are `[rows]`, or `(page_size, heads, n)`,
             whose tiles are `[rows, n]`. `dim` and `n` are rounded up to powers of two: what is beyond them reads as
             zero and is not stored.
@@ -270,12 +308,13 @@ class HostRepresentation(abc.ABC):
         """
         return None
 
-    def error_bound(self, values: torch.Tensor, decoded: torch.Tensor) -> torch.Tensor | None:
+    def error_bound(self, values: torch.Tensor, decoded: torch.Tensor, part: Part) -> torch.Tensor | None:
         """Largest |decoded - values| that a correct codec may show, elementwise, in float64; None if unstated.
 
         Args:
             values: `[..., heads, dim]` finite values, as given to `encode`.
             decoded: the same shape, as `decode` returned them.
+            part: K or V.
         """
         return None
 

@@ -139,6 +139,12 @@ CASES = [
     Case("int8", "page_first", (5, 80), 2, "kernel", staged=1, trailer=256),
     Case("int8", "page_first", (3, 129), 2, "copy engine", pages=3),
     Case("bf16", "page_first", (3, 64), 4, "copy engine"),
+    Case("int4", "page_first", (8, 128), 4, "kernel", pages=3, layers=2),
+    Case("int4", "page_first", (2, 80), 8, "copy engine", pages=3, layers=2),
+    Case("int4", "layer_first", (3, 192), 2, "kernel", pages=3, layers=2),
+    Case("k6v4", "page_first", (8, 128), 2, "copy engine", pages=3, layers=2),
+    Case("k6v4", "layer_first", (3, 64), 4, "kernel", pages=3, layers=2),
+    Case("k6v4", "page_first", (2, 112), 8, "kernel", pages=3, layers=2),
     Case("bf16", "layer_first", (1, 64), 1, "kernel", pages=3),
 ]
 

@@ -48,4 +48,4 @@ def test_sizes_are_the_device_pools():
 def test_the_stated_error_is_none():
     bf16 = Bf16(KVGeometry(layers=1, heads=1, head_dim=4, v_head_dim=4, page_size=1))
     values = torch.ones(1, 1, 1, 4, dtype=torch.bfloat16)
-    assert torch.equal(bf16.error_bound(values, values), torch.zeros(1, 1, 1, 4, dtype=torch.float64))
+    assert torch.equal(bf16.error_bound(values, values, Part.K), torch.zeros(1, 1, 1, 4, dtype=torch.float64))

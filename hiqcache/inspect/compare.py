@@ -112,7 +112,7 @@ def _compare_part(
                 compared[into] += _by_head(finite)
                 not_finite[into] += _by_head(values.isfinite() != exact.isfinite())
                 if bounded:
-                    bound = representations[0].error_bound(kept, values)
+                    bound = representations[0].error_bound(kept, values, part)
                     bounded = bound is not None
                     if bound is not None:
                         beyond[into] += _by_head((differences.abs() > bound) & finite)

@@ -73,7 +73,7 @@ def encode_blocks(
         table: `[parts, table_layers]` int64 addresses of the device rows.
         slots: `[pages * PAGE_SIZE]` int64.
         staging: uint8.
-        ENCODE: `[ROWS, DIM_TILE]` values -> a tile for each of SECTIONS.
+        ENCODE: `[ROWS, DIM_TILE]` values and DIM -> a tile for each of SECTIONS.
         SECTIONS: for each, (dtype, offset, bytes between tokens, between heads, width or 0, tile width).
         PADDING: sections to zero, described likewise; they belong to a token's first head.
         CELL_BYTES: of a page in one layer, K and V.
@@ -83,7 +83,7 @@ def encode_blocks(
         slots, staging, pages, layers, PAGE_SIZE, CELL_BYTES, PART_OFFSET, BLOCK_BYTES, HEADS, ROWS
     )
     address, mask = _values(table, first_layer, row, live, table_layers, DIM, DIM_TILE)
-    tiles = ENCODE(tl.load(address, mask=mask, other=0.0))
+    tiles = ENCODE(tl.load(address, mask=mask, other=0.0), DIM)
     for i in tl.static_range(len(SECTIONS)):
         address, mask = _section(block, token, head, live, tl.constexpr(SECTIONS[i]))
         tl.store(address, tiles[i], mask=mask)
@@ -107,7 +107,7 @@ def decode_blocks(
     for i in tl.static_range(len(SECTIONS)):
         address, mask = _section(block, token, head, live, tl.constexpr(SECTIONS[i]))
         tiles = tiles + (tl.load(address, mask=mask, other=0),)  # noqa: RUF005 (Triton knows no other way)
-    values = DECODE(*tiles)
+    values = DECODE(*tiles, DIM)
     address, mask = _values(table, first_layer, row, live, table_layers, DIM, DIM_TILE)
     tl.store(address, values, mask=mask)
 
