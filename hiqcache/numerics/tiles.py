@@ -39,15 +39,19 @@ def finite_rows(x):
 
 
 @triton.jit
-def _butterflies(x, BLOCK: tl.constexpr):
+def _butterfly(x, STEP: tl.constexpr):
+    """Sums and differences of the values that are `STEP` apart."""
     ROWS: tl.constexpr = x.shape[0]
     WIDTH: tl.constexpr = x.shape[1]
+    a, b = tl.split(tl.permute(tl.reshape(x, (ROWS, WIDTH // (2 * STEP), 2, STEP)), (0, 1, 3, 2)))
+    return tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 1, 3, 2)), (ROWS, WIDTH))
+
+
+@triton.jit
+def _butterflies(x, BLOCK: tl.constexpr):
     for level in tl.static_range(16):
-        STEP: tl.constexpr = 1 << level
-        if STEP < BLOCK:
-            pairs = tl.permute(tl.reshape(x, (ROWS, WIDTH // (2 * STEP), 2, STEP)), (0, 1, 3, 2))
-            a, b = tl.split(pairs)
-            x = tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 1, 3, 2)), (ROWS, WIDTH))
+        if (1 << level) < BLOCK:
+            x = _butterfly(x, 1 << level)
     return x
 
 
