@@ -136,7 +136,7 @@ def test_capacity_shows_a_refusal_in_its_place():
 def test_capacity_fails_if_nothing_holds_the_model():
     result = hiqcache("capacity", *QWEN3_8B, "--v-head-dim", "64", *GB8)
     assert result.exit_code == 1
-    assert result.stdout.count("refused: width of K and V heads: saw 128 and 64") == 2
+    assert result.stdout.count("refused: width of K and V heads: saw 128 and 64") == 4
 
 
 def test_capacity_survives_a_third_party_that_does_not(site):

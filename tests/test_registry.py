@@ -7,7 +7,9 @@ import torch
 from distributions import HALF, install
 
 from hiqcache.backends.bf16 import Bf16
+from hiqcache.backends.int4 import Int4
 from hiqcache.backends.int8 import Int8
+from hiqcache.backends.k6v4 import K6V4
 from hiqcache.geometry import HiqcacheError, KVGeometry, Part
 from hiqcache.registry import DuplicateRepresentation, UnknownRepresentation, get, names, register
 from hiqcache.representation import HostRepresentation
@@ -17,16 +19,20 @@ def test_our_own():
     assert get("bf16") is Bf16
     assert get("int8") is Int8
     assert names() == sorted(names())
-    assert {"bf16", "int8"} <= set(names())
+    assert (get("int4"), get("k6v4")) == (Int4, K6V4)
+    assert {"bf16", "int4", "int8", "k6v4"} <= set(names())
 
 
 def test_format_tags_are_part_of_the_format():
     assert (Bf16.format_tag, Int8.format_tag) == ("bf16-v1", "int8-head-v2")
+    assert (Int4.format_tag, K6V4.format_tag) == ("int4-rotated-v1", "k6v4-rotated-v1")
 
 
 def test_an_unknown_name_lists_the_known_ones(site):
     install(site, "elsewhere", {}, {"half": "nowhere:Half"})
-    with pytest.raises(UnknownRepresentation, match="unknown representation 'int9'; registered: bf16, half, int8"):
+    with pytest.raises(
+        UnknownRepresentation, match="unknown representation 'int9'; registered: bf16, half, int4, int8, k6v4"
+    ):
         get("int9")
 
 
@@ -54,7 +60,9 @@ def test_one_name_for_two_classes(site):
 
     assert register(Once) is Once
     assert register(Once) is Once, "a module may be imported again"
-    with pytest.raises(DuplicateRepresentation, match=r"'once' is claimed by .*Once and .*Twice.*bf16, int8, once"):
+    with pytest.raises(
+        DuplicateRepresentation, match=r"'once' is claimed by .*Once and .*Twice.*bf16, int4, int8, k6v4, once"
+    ):
         register(Twice)
     assert get("once") is Once
 
