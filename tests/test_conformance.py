@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from hiqcache.backends.int8 import Int8
 
-CHECKS = 6 * 10 * 3
+CHECKS = 15 * 10 * 3
 """Files x cases x roads: the codec, and the transfer in two arrangements."""
 
 
@@ -73,7 +73,7 @@ def test_committed_vectors_are_what_the_tool_generates(tmp_path):
         assert old.keys() == new.keys()
         for key, tensor in old.items():
             assert torch.equal(tensor.view(torch.uint8), new[key].view(torch.uint8)), (name, key)
-    assert sum(path.stat().st_size for path in kept.values()) < 500_000
+    assert sum(path.stat().st_size for path in kept.values()) < 1_200_000
 
 
 def test_committed_vectors_hold_on_the_cpu():
@@ -111,7 +111,7 @@ def test_a_codec_that_truncates_is_found(monkeypatch):
     monkeypatch.setattr(Int8, "encode", encode)
     result = verify()
     assert result.exit_code == 1
-    assert f"cpu: {CHECKS // 2} of {CHECKS} checks agree" in result.output, "bf16 is not touched"
+    assert f"cpu: {CHECKS * 12 // 15} of {CHECKS} checks agree" in result.output, "no other format is touched"
 
 
 def test_what_is_no_vector_file_is_refused(tmp_path):

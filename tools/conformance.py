@@ -102,8 +102,122 @@ def bf16_block(tokens: Block) -> tuple[bytes, Block]:
     return b"".join(struct.pack(f"<{len(head)}H", *head) for heads in tokens for head in heads), tokens
 
 
-FORMATS: dict[str, Callable[[Block], tuple[bytes, Block]]] = {"bf16": bf16_block, "int8": int8_block}
-"""Representation -> bytes and decoded heads of one block."""
+def float32(x: Fraction) -> Fraction:
+    """The float32 number nearest to x, ties to even, of a range without ends."""
+    if not x:
+        return x
+    unit = Fraction(2) ** (math.frexp(x)[1] - 24)  # if float64 rounds x up to a power of two, so does float32
+    return round(x / unit) * unit
+
+
+def butterflies(x: list[Fraction]) -> list[Fraction]:
+    """Sums and differences of float32 numbers, each rounded, in the order that docs/design.md says."""
+    step, block = 1, len(x) & -len(x)
+    while step < block:
+        for first in (i for i in range(len(x)) if not i & step):
+            a, b = x[first], x[first + step]
+            x[first], x[first + step] = float32(a + b), float32(a - b)
+        step *= 2
+    return x
+
+
+def rotated(head: Bits) -> list[Fraction]:
+    x = [value(bits) for bits in head]
+    block = len(x) & -len(x)
+    return butterflies([number / block if abs(number) >= Fraction(2) ** -100 else Fraction(0) for number in x])
+
+
+def rotated_back(y: list[Fraction]) -> Bits:
+    block = len(y) & -len(y)
+    return [nearest(number * block) for number in butterflies([number / block for number in y])]
+
+
+def coarse(largest: Fraction, levels: int, mantissa_bits: int) -> Fraction:
+    """The scale for a largest magnitude: of one half less than `levels`, rounded half up to few bits."""
+    if not largest:
+        return Fraction(0)
+    quotient = float32(largest / (levels - Fraction(1, 2)))
+    unit = Fraction(2) ** (math.frexp(quotient)[1] - 1 - mantissa_bits)
+    return (quotient / unit + Fraction(1, 2)).__floor__() * unit
+
+
+def exponent_of(scale: Fraction) -> int:
+    """As a float32 number stores it; 0 of zero."""
+    return math.frexp(scale)[1] + 126 if scale else 0
+
+
+def code_of(y: Fraction, scale: Fraction, levels: int) -> int:
+    quotient = float32(float32(y / scale) + levels) if scale else Fraction(levels)
+    return int(min(max(quotient, Fraction(0)), Fraction(2 * levels - 1)))
+
+
+def middle(code: int, scale: Fraction, levels: int) -> Fraction:
+    return (code - levels + Fraction(1, 2)) * scale
+
+
+def packed(codes: list[int], bits: int) -> bytes:
+    """The first of neighbours in the lowest bits."""
+    count = 8 // bits
+    return bytes(sum(codes[i + j] << bits * j for j in range(count)) for i in range(0, len(codes), count))
+
+
+Sections = tuple[bytes, ...]
+"""What one head adds to each section of its block."""
+
+
+def lost(head: Bits) -> bool:
+    return any(bits & INFINITY == INFINITY for bits in head)
+
+
+def four_bit_head(head: Bits, size: int) -> tuple[Sections, Bits]:
+    """Codes, bytes of groups and byte of the head; decoded values."""
+    y = rotated([0] * len(head) if lost(head) else head)
+    groups = [y[i : i + size] for i in range(0, len(y), size)]
+    scales = [coarse(max(map(abs, group)), 8, 3) for group in groups]
+    top = exponent_of(max(scales))
+    if top:
+        scales = [max(scale, Fraction(2) ** (top - 127 - 3)) for scale in scales]
+    codes = [code_of(number, scale, 8) for group, scale in zip(groups, scales, strict=True) for number in group]
+    mantissas = [int(scale * 8 / Fraction(2) ** (exponent_of(scale) - 127)) - 8 if scale else 0 for scale in scales]
+    below = bytes(top - exponent_of(s) << 3 | m for s, m in zip(scales, mantissas, strict=True))
+    decoded = rotated_back([middle(code, scales[i // size], 8) for i, code in enumerate(codes)])
+    sections = packed(codes, 4), below, bytes([255 if lost(head) else top])
+    return sections, [QUIET_NAN] * len(head) if lost(head) else decoded
+
+
+def six_bit_head(head: Bits) -> tuple[Sections, Bits]:
+    """Upper and lower bits of the codes, the scale; decoded values."""
+    y = rotated([0] * len(head) if lost(head) else head)
+    scale = coarse(max(map(abs, y)), 32, 5)
+    codes = [code_of(number, scale, 32) for number in y]
+    bits = QUIET_NAN if lost(head) else nearest(scale)
+    sections = (
+        packed([code >> 2 for code in codes], 4),
+        packed([code & 3 for code in codes], 2),
+        struct.pack("<H", bits),
+    )
+    decoded = rotated_back([middle(code, scale, 32) for code in codes])
+    return sections, [QUIET_NAN] * len(head) if lost(head) else decoded
+
+
+def in_sections(code: Callable[[Bits], tuple[Sections, Bits]]) -> Callable[[Block], tuple[bytes, Block]]:
+    """Blocks of heads: each section of all tokens and heads after the other, zeros."""
+
+    def block(tokens: Block) -> tuple[bytes, Block]:
+        coded = [[code(head) for head in heads] for heads in tokens]
+        used = b"".join(map(b"".join, zip(*(sections for heads in coded for sections, _ in heads), strict=True)))
+        return used + bytes(-len(used) % math.lcm(128, len(tokens))), [[head for _, head in heads] for heads in coded]
+
+    return block
+
+
+FORMATS: dict[str, dict[tuple[Part, ...], Callable[[Block], tuple[bytes, Block]]]] = {
+    "bf16": {tuple(Part): bf16_block},
+    "int4": {tuple(Part): in_sections(lambda head: four_bit_head(head, 16))},
+    "int8": {tuple(Part): int8_block},
+    "k6v4": {(Part.K,): in_sections(six_bit_head), (Part.V,): in_sections(lambda head: four_bit_head(head, 32))},
+}
+"""Representation -> parts that are stored alike -> bytes and decoded heads of one block."""
 
 
 # What is encoded. ---------------------------------------------------------------------------------------------------
@@ -198,23 +312,24 @@ def tensor(numbers: object, dtype: torch.dtype) -> torch.Tensor:
     return wide.to(torch.uint8) if dtype == torch.uint8 else wide.to(torch.int16).view(dtype)
 
 
-def expected(name: str, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def expected(name: str, parts: tuple[Part, ...], values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """What a format's definition says of `values`.
 
     Args:
         name: a key of `FORMATS`.
+        parts: a key of that.
         values: `[blocks, page_size, heads, dim]` BF16.
 
     Returns:
         `[blocks, block_bytes]` uint8, and decoded values in the shape of `values`.
     """
     bits = (values.view(torch.int16).int() & 0xFFFF).tolist()
-    blocks = [FORMATS[name](block) for block in bits]
+    blocks = [FORMATS[name][parts](block) for block in bits]
     return tensor([list(raw) for raw, _ in blocks], torch.uint8), tensor([each for _, each in blocks], torch.bfloat16)
 
 
-def file_name(name: str, heads: int, dim: int) -> str:
-    return f"{name}-{heads}x{dim}.safetensors"
+def file_name(name: str, parts: tuple[Part, ...], heads: int, dim: int) -> str:
+    return "-".join([name, *(part.value for part in parts if len(parts) < len(Part)), f"{heads}x{dim}.safetensors"])
 
 
 @click.group(cls=Commands, help=__doc__)
@@ -239,20 +354,21 @@ def generate(out: Path) -> None:
             )
             for case, head in CASES.items()
         }
-        for name in FORMATS:
+        for name, parts in ((name, parts) for name, formats in FORMATS.items() for parts in formats):
             tensors = {}
             for case, given in values.items():
-                blocks, decoded = expected(name, given)
+                blocks, decoded = expected(name, parts, given)
                 tensors |= {f"{case}.values": given, f"{case}.blocks": blocks, f"{case}.decoded": decoded}
             metadata = {
                 "representation": name,
                 "format_tag": registry.get(name).format_tag,
+                "parts": "".join(part.value for part in parts),
                 "heads": str(heads),
                 "dim": str(dim),
                 "page_size": str(page_size),
                 "expected": "exact rational arithmetic, tools/conformance.py",
             }
-            path = out / file_name(name, heads, dim)
+            path = out / file_name(name, parts, heads, dim)
             save_file({key: value.contiguous() for key, value in tensors.items()}, path, metadata)
             click.echo(f"{path}: {len(values)} cases, {path.stat().st_size:,} bytes")
 
@@ -283,10 +399,11 @@ class Outcome:
 
 @frozen
 class Case:
-    """One case of a file, on the CPU."""
+    """One case of a file, on the CPU; `parts` are those of which it is true."""
 
     file: str
     name: str
+    parts: list[Part]
     values: torch.Tensor
     blocks: torch.Tensor
     decoded: torch.Tensor
@@ -320,23 +437,27 @@ def load(path: Path) -> tuple[HostRepresentation, list[Case]]:
         geometry = KVGeometry(layers=2, heads=heads, head_dim=dim, v_head_dim=dim, page_size=page_size)
     except (KeyError, ValueError) as error:
         raise HiqcacheError(f"{path} does not say which heads, dim and page_size its vectors have") from error
+    if not (parts := [part for part in Part if part.value in about.get("parts", "")]):
+        raise HiqcacheError(f"{path} does not say of which parts its vectors are; allowed: k, v, kv")
     representation = cls(geometry)
     values = torch.bfloat16, [page_size, heads, dim]
     wanted = dict(
-        zip(kinds, (values, (torch.uint8, [representation.layouts[Part.K].block_bytes]), values), strict=True)
+        zip(kinds, (values, (torch.uint8, [representation.layouts[parts[0]].block_bytes]), values), strict=True)
     )
     for name in names:
         counts = {len(tensors[f"{name}.{kind}"]) for kind in kinds}
         found = {kind: (tensors[f"{name}.{kind}"].dtype, [*tensors[f"{name}.{kind}"].shape[1:]]) for kind in kinds}
         if found != wanted or len(counts) > 1 or counts == {0}:
             raise HiqcacheError(f"{path}: {name} holds {found} of {counts} blocks; wanted {wanted}, of one number")
-    return representation, [Case(path.stem, name, *(tensors[f"{name}.{kind}"] for kind in kinds)) for name in names]
+    return representation, [
+        Case(path.stem, name, parts, *(tensors[f"{name}.{kind}"] for kind in kinds)) for name in names
+    ]
 
 
 def by_codec(representation: HostRepresentation, case: Case, device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Blocks that the device encodes, and values that it decodes from the vectors' blocks; K and V must agree."""
+    """Blocks that the device encodes, and values that it decodes from the vectors' blocks, for each part."""
     results = []
-    for part in Part:
+    for part in case.parts:
         blocks = torch.full_like(case.blocks, 0x55, device=device)
         decoded = torch.full_like(case.decoded, -7, device=device)
         representation.encode(case.values.to(device), part, blocks)
@@ -364,9 +485,9 @@ def by_transfer(
     transfer.backup(host, slots.to(device))
     if device == "cuda":
         torch.cuda.synchronize()
-    blocks = torch.stack([arena.blocks(part).flip(1).clone() for part in Part])
+    blocks = torch.stack([arena.blocks(part).flip(1).clone() for part in case.parts])
 
-    for part in Part:
+    for part in case.parts:
         arena.blocks(part).copy_(case.blocks.flip(0).expand(geometry.layers, -1, -1))
         for row in rows.of(part):
             row.fill_(-7)
@@ -374,7 +495,7 @@ def by_transfer(
         transfer.restore(layer, host, slots.to(device))
     if device == "cuda":
         torch.cuda.synchronize()
-    decoded = torch.stack([torch.stack([row.cpu() for row in rows.of(part)]) for part in Part])
+    decoded = torch.stack([torch.stack([row.cpu() for row in rows.of(part)]) for part in case.parts])
     return blocks, decoded.view(*decoded.shape[:2], *case.decoded.shape), type(transfer).__name__
 
 
@@ -386,7 +507,7 @@ def judge(
     wrong_values = int((decoded.view(torch.int16) != case.decoded.view(torch.int16)).sum())
     finite = case.values.isfinite().all(-1)
     errors = (decoded.double() - case.values.double()).abs()[..., finite, :]
-    layout = representation.layouts[Part.K]
+    layout = representation.layouts[case.parts[0]]
     steps = None
     if "scales" in layout and errors.numel():
         scales = layout.view(case.blocks, "scales").double()[finite]
