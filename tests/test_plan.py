@@ -380,9 +380,13 @@ def test_the_table(trace: pathlib.Path):
         ["-", "no", "L2", "-", "0.0%", "0", "0"],
         # 27 prompts' 1,984 tokens fit in 54,272; going round 40 of them, LRU keeps none until it is needed.
         ["8", "bf16", "54,272", "0.0%", "0", "0"],
+        ["8", "int4", "190,272", "49.6%", "79,360", "79,360"],
         ["8", "int8", "106,880", "49.6%", "79,360", "79,360"],
+        ["8", "k6v4", "166,336", "49.6%", "79,360", "79,360"],
         ["16", "bf16", "108,544", "49.6%", "79,360", "79,360"],
+        ["16", "int4", "380,544", "49.6%", "79,360", "79,360"],
         ["16", "int8", "213,696", "49.6%", "79,360", "79,360"],
+        ["16", "k6v4", "332,672", "49.6%", "79,360", "79,360"],
     ]
 
 
@@ -401,9 +405,9 @@ def test_json_says_what_was_run(trace: pathlib.Path):
 def test_a_refused_representation_says_why_and_the_others_go_on(trace: pathlib.Path):
     result = plan(trace, *ONE_HEAD, "--hicache-size", "8")
     assert result.exit_code == 0, result.output
-    *_, only_row, left_out = result.stdout.splitlines()
-    assert only_row.split()[:2] == ["8", "bf16"]
-    assert left_out.startswith("int8 is left out: host representation 'int8' refused (1 rule broken)")
+    lines = result.stdout.splitlines()
+    assert [line.split()[1] for line in lines if line.split()[:1] == ["8"]] == ["bf16", "int4", "k6v4"]
+    assert lines[-1].startswith("int8 is left out: host representation 'int8' refused (1 rule broken)")
 
 
 @pytest.mark.parametrize(("name", "start"), [("curve.png", b"\x89PNG"), ("curve.svg", b"<?xml")])
