@@ -233,7 +233,8 @@ def test_keywords_of_another_type(config: pathlib.Path, keywords: dict[str, obje
 
 @pytest.mark.parametrize("name", ["hicache_representaton", "hicache_representations", "hicache_dumpdir"])
 def test_a_misspelt_name_beside_a_record_is_refused(config: pathlib.Path, name: str):
-    record = ServerArgs(model_path=str(config), enable_hierarchical_cache=True)
+    fields: dict[str, Any] = {"model_path": str(config), "enable_hierarchical_cache": True}
+    record = ServerArgs(**fields)
     with pytest.raises(Refused, match=f"saw '{name}'; allowed: 'hicache_representation'"):
         choice.settle(record, {name: "int8"})
     setattr(record, name, "int8")
