@@ -51,6 +51,10 @@ class Section:
         return offsets + self.offset
 
 
+LARGEST_BLOCK = 64 << 20
+"""Bytes: far more than a real model's, and little enough to be checked byte by byte."""
+
+
 def padded_bytes(used: int, tokens: int, align: int) -> int:
     """Bytes of a block that needs `used` of them: a multiple of `align` that divides evenly among its tokens."""
     step = math.lcm(align, tokens)
@@ -94,6 +98,7 @@ class BlockLayout:
     """The sections of a block; together they cover each of its bytes exactly once.
 
     Raises:
+        HiqcacheError: the block is larger than `LARGEST_BLOCK`.
         ValueError: sections overlap, leave a byte unnamed, share a name or cannot be viewed as their dtype.
     """
 
@@ -101,6 +106,11 @@ class BlockLayout:
     sections: tuple[Section, ...] = field(converter=tuple)
 
     def __attrs_post_init__(self) -> None:
+        if self.block_bytes > LARGEST_BLOCK:
+            raise HiqcacheError(
+                f"a block of {self.block_bytes:,} bytes (one page, layer and part); allowed: {LARGEST_BLOCK:,}; "
+                "changed by --page-size"
+            )
         if len({section.name for section in self.sections}) != len(self.sections):
             raise ValueError(f"section names repeat: {[section.name for section in self.sections]}")
         for section in self.sections:

@@ -160,7 +160,7 @@ def test_capacity_survives_a_third_party_that_does_not(site):
         (GB8, 2, "Give either --config, or --layers, --heads and --head-dim"),
         ([*QWEN3_8B[:4], *GB8], 2, "Give either --config"),
         (["--config", ".", *QWEN3_8B, *GB8], 2, "Give either --config"),
-        (["--config", ".", "--v-head-dim", "4", *GB8], 2, "Give either --config"),
+        (["--config", ".", "--v-head-dim", "4", *GB8], 2, "given: --config, --v-head-dim."),
         ([*QWEN3_8B, "--hicache-size", "1.5"], 2, "'1.5' is not a valid integer"),  # as in SGLang, where it is an int
         ([*QWEN3_8B, "--hicache-size", "0"], 2, "--hicache-size"),
         ([*QWEN3_8B, "--hicache-size", "1" + "0" * 400], 2, "--hicache-size"),

@@ -215,3 +215,8 @@ def test_an_unknown_arrangement_lists_the_known_ones():
 def test_a_buffer_that_does_not_fit_is_refused(buffer):
     with pytest.raises(ValueError, match=r"needed: contiguous torch\.uint8 \(360,\)"):
         HostArena(ArenaShape(LAYOUTS, LAYERS, PAGES, "page_first"), buffer)
+
+
+def test_a_block_that_is_absurdly_large_is_refused_before_memory_is_taken():
+    with pytest.raises(HiqcacheError, match=r"a block of 4,398,046,511,104 bytes .*allowed: 67,108,864.*--page-size"):
+        BlockLayout.arrays(1 << 20, payload=(torch.uint8, (1 << 22,)))

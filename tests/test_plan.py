@@ -425,10 +425,10 @@ def test_the_plot(trace: pathlib.Path, tmp_path: pathlib.Path, name: str, start:
     ("arguments", "message"),
     [
         ((*QWEN3_8B, "--plot", "curve.pdf"), "'curve.pdf' does not end in .png or .svg"),
-        ((*QWEN3_8B, "--plot", "no/such/folder/curve.png"), "No such file or directory"),
+        ((*QWEN3_8B, "--plot", "no/such/folder/curve.png"), "there is no folder 'no/such/folder'"),
         ((*QWEN3_8B, "--device-tokens", "1999"), "L1 of 1,999 tokens is too small for every request of trace.jsonl"),
-        (("--layers", "36"), "Give either --config, or --layers, --heads and --head-dim."),
-        ((*QWEN3_8B, "--config", "x"), "Give either --config, or --layers, --heads and --head-dim."),
+        (("--layers", "36"), "Give either --config, or --layers, --heads and --head-dim; given: --layers."),
+        ((*QWEN3_8B, "--config", "x"), "given: --config, --layers, --heads, --head-dim."),
         (("--config", "no-such-config.json"), "no-such-config.json: No such file or directory"),
     ],
 )

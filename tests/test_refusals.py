@@ -39,7 +39,7 @@ from sglang.srt.plugins import load_plugins  # noqa: E402
 from sglang.srt.runtime_context import get_parallel  # noqa: E402
 from sglang.srt.server_args import ServerArgs, prepare_server_args  # noqa: E402
 
-from hiqcache.sglang import choice, hooks, pool, proof, rules, support  # noqa: E402
+from hiqcache.sglang import asking, choice, hooks, pool, proof, rules, support  # noqa: E402
 from hiqcache.sglang.choice import ALIAS, FLAG, PARSED, Choice, Refused, chosen  # noqa: E402
 from hiqcache.sglang.pool import RepresentationHostPool  # noqa: E402
 from hiqcache.sglang.versions import ALLOW_UNTESTED  # noqa: E402
@@ -186,7 +186,7 @@ def test_yaml_config(config: pathlib.Path, tmp_path: pathlib.Path):
     assert asked.name == "int8"
 
 
-@pytest.mark.parametrize("key", ["hicache-representation", "hicache_representation"])
+@pytest.mark.parametrize("key", ["hicache-representation", "hicache_representation", "hicache-representat"])
 @pytest.mark.parametrize("form", ["--config={}", "--conf={}", "--conf {}"])
 def test_yaml_config_in_a_form_that_sglang_ignores(config: pathlib.Path, tmp_path: pathlib.Path, key: str, form: str):
     file = tmp_path / "serve.yaml"
@@ -198,6 +198,48 @@ def test_yaml_config_in_a_form_that_sglang_ignores(config: pathlib.Path, tmp_pat
     assert chosen(parse(config, *words)) is None
     with pytest.raises(SystemExit, match="a host representation is asked for"):
         parse(config, *words, "--enable-hierarchical-cache", "--hicache-representation=int8")
+
+
+def test_yaml_config_that_nobody_can_read_in_a_form_that_sglang_ignores(config: pathlib.Path, tmp_path: pathlib.Path):
+    file = tmp_path / "serve.yaml"
+    file.write_bytes("# caf\xe9\nhicache-representation: int8\n".encode("latin-1"))
+    with pytest.raises(SystemExit, match="a host representation is asked for"):
+        parse(config, f"--config={file}")
+    file.write_bytes("# caf\xe9\nlog-level: info\n".encode("latin-1"))
+    assert chosen(parse(config, f"--config={file}")) is None
+
+
+def test_a_name_that_is_refused_on_a_command_line_leaves_nothing_behind(
+    config: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delenv(PARSED, raising=False)
+    with pytest.raises(SystemExit, match="unknown representation 'nope'"):
+        parse(config, "--enable-hierarchical-cache", "--hicache-representation", "nope")
+    assert PARSED not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"hicache_representation": ["int8"]}, r"saw \['int8'\]; allowed: .*bf16.*int8.*None"),
+        ({"hicache_representation": "int8", "hicache_dump_dir": 5}, "saw 5; allowed: a folder that exists"),
+        ({"hicache_representation": "int8", "hicache_dump_dir": ""}, "saw ''; allowed: a folder that exists"),
+    ],
+)
+def test_keywords_of_another_type(config: pathlib.Path, keywords: dict[str, object], message: str):
+    with pytest.raises(Refused, match=message):
+        asking.engine_server_args(ServerArgs, model_path=str(config), enable_hierarchical_cache=True, **keywords)
+
+
+@pytest.mark.parametrize("name", ["hicache_representaton", "hicache_representations", "hicache_dumpdir"])
+def test_a_misspelt_name_beside_a_record_is_refused(config: pathlib.Path, name: str):
+    fields: dict[str, Any] = {"model_path": str(config), "enable_hierarchical_cache": True}
+    record = ServerArgs(**fields)
+    with pytest.raises(Refused, match=f"saw '{name}'; allowed: 'hicache_representation'"):
+        choice.settle(record, {name: "int8"})
+    setattr(record, name, "int8")
+    with pytest.raises(Refused, match=f"saw '{name}'"):
+        choice.settle(record, {})
 
 
 def test_command_line_refusals_exit_with_a_sentence(config: pathlib.Path):

@@ -40,4 +40,8 @@ def geometry_of(
                 page_size=page_size,
                 tp_size=tp_size,
             )
-    raise click.UsageError("Give either --config, or --layers, --heads and --head-dim.")
+    numbers = {"--layers": layers, "--heads": heads, "--head-dim": head_dim, "--v-head-dim": v_head_dim}
+    given = [option for option, value in {"--config": config, **numbers}.items() if value is not None]
+    raise click.UsageError(
+        f"Give either --config, or --layers, --heads and --head-dim; given: {', '.join(given) or 'none of them'}."
+    )

@@ -12,6 +12,8 @@ def picture(ctx: click.Context, param: click.Parameter, file: Path | None) -> Pa
     if file is not None:
         if file.suffix not in FORMATS:
             raise click.BadParameter(f"{file.name!r} does not end in {' or '.join(FORMATS)}.")
+        if not file.parent.is_dir():
+            raise click.BadParameter(f"there is no folder {str(file.parent)!r}.")
         require_plotting()
     return file
 

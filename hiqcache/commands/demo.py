@@ -181,7 +181,7 @@ def _print_table(model: Path, summaries: Sequence[Summary]) -> None:
 
     click.echo(
         f"{model.name}: {len(TOPICS)} prompts, L1 of {DEVICE_TOKENS:,} tokens, L2 of {HOST_GB} GB; "
-        "TTFT is the median time to the first token"
+        "TTFT is the median time to the first token. The servers ran one after the other: compare times within a row"
     )
     titles = (
         "bytes per token",

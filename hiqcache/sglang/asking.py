@@ -6,6 +6,7 @@ They hang on names that every release of SGLang since 0.5.17 has, and import not
 import argparse
 import functools
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,6 +17,7 @@ from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.server_args import ServerArgs
 
 from hiqcache import registry
+from hiqcache.geometry import HiqcacheError
 from hiqcache.sglang import support
 from hiqcache.sglang.choice import (
     DUMP_FLAG,
@@ -57,12 +59,17 @@ def _abbreviates(word: str, flag: str) -> bool:
 
 
 def _mentions_flag(path: str) -> bool:
+    """Whether a file asks for a representation; one that is no YAML, if it might."""
     try:
-        with open(path, encoding="utf-8") as file:
-            keys = yaml.safe_load(file)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
-        return False  # SGLang does not read it either
-    return isinstance(keys, dict) and KEYWORD in {str(key).replace("-", "_") for key in keys}
+        with open(os.path.expanduser(path), "rb") as file:
+            text = file.read()
+    except OSError:
+        return False
+    try:
+        keys = yaml.safe_load(text)
+    except (UnicodeDecodeError, yaml.YAMLError):
+        return re.search(rb"hicache[-_]rep", text) is not None
+    return isinstance(keys, dict) and any(_abbreviates("--" + str(key).replace("_", "-"), FLAG) for key in keys)
 
 
 class _Ask(argparse.Action):
@@ -71,8 +78,13 @@ class _Ask(argparse.Action):
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: Any = None
     ) -> None:
+        choice = Choice(values, FLAG, command_line=True)
         if problem := support.problem():
-            Choice(values, FLAG, command_line=True).refuse(problem)
+            choice.refuse(problem)
+        try:
+            registry.get(values)
+        except HiqcacheError as error:
+            choice.refuse(error)
         # Not every program makes its record with `ServerArgs.from_cli_args`: `settle` asks whether the name arrived.
         os.environ[PARSED] = values
         setattr(namespace, self.dest, values)

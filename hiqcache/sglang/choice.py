@@ -85,6 +85,10 @@ def choose(
     Raises:
         SystemExit, Refused: see `Choice.refuse`.
     """
+    if not isinstance(name, str | None):
+        _refuse(f"{source}: saw {name!r}; allowed: {', '.join(registry.names())}, or None.", command_line)
+    if not (dump_dir is None or (isinstance(dump_dir, str | os.PathLike) and os.fspath(dump_dir))):
+        _refuse(f"{DUMP_FLAG}: saw {dump_dir!r}; allowed: a folder that exists.", command_line)
     folder = None if dump_dir is None else os.path.abspath(dump_dir)
     earlier = chosen(server_args)
     if earlier is not None:
@@ -152,6 +156,7 @@ def settle(server_args: Any, keywords: Mapping[str, Any]) -> None:
         SystemExit, Refused: see `Choice.refuse`.
     """
     names = (KEYWORD, DUMP_KEYWORD)
+    _refuse_misspelt({**getattr(server_args, "__dict__", {}), **keywords}, server_args)
     attributes = {name: getattr(server_args, name) for name in names if hasattr(server_args, name)}
     asked = ((attributes, "server_args.{}"), (keywords, "Engine({}=...)"))
     for given, source in asked:
@@ -171,6 +176,14 @@ def settle(server_args: Any, keywords: Mapping[str, Any]) -> None:
             f"It was given on a command line, and this ServerArgs is another one, or a copy that lost it. Set its "
             f"attribute {KEYWORD} to {parsed!r}, or to None for SGLang's own host pool."
         )
+
+
+def _refuse_misspelt(given: Mapping[str, Any], server_args: Any) -> None:
+    """A name that is nearly ours, and that nobody else would miss, must not be dropped silently."""
+    for name in given:
+        stem = next((stem for stem in ("hicache_rep", "hicache_dump") if name.startswith(stem)), None)
+        if stem and name not in (KEYWORD, DUMP_KEYWORD) and not hasattr(type(server_args), name):
+            _refuse(f"saw {name!r}; allowed: {KEYWORD!r} and {DUMP_KEYWORD!r}.", command_line=False)
 
 
 def chosen(server_args: Any) -> Choice | None:

@@ -6,13 +6,14 @@ Each does nothing for a server that asked for none. The ones that hear what was 
 import functools
 import gc
 import logging
+import multiprocessing
 import os
 from collections.abc import Callable
 from contextvars import ContextVar
+from multiprocessing.process import BaseProcess
 from typing import Any, NoReturn
 
 import attrs
-import psutil
 import torch
 import zmq
 from sglang.srt.arg_groups.overrides import resolving_view
@@ -38,6 +39,9 @@ _ABOUT_SETTINGS = (HiqcacheError, ValueError, NotImplementedError, MemoryError, 
 """Exceptions by which SGLang and hiqcache tell a user of settings that cannot be served."""
 
 _ASSEMBLER = logging.getLogger("sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler")
+
+REAP_SECONDS = 5.0
+"""To wait for a killed process to be gone."""
 
 _building: ContextVar[Choice | None] = ContextVar("hiqcache_building", default=None)
 """The choice of the server whose KV cache this process is building."""
@@ -65,7 +69,7 @@ def around_launch_scheduler_processes(
     except (HiqcacheError, AttributeError) as error:
         choice.refuse(error)
 
-    children, contexts = psutil.Process().children(), _socket_contexts()
+    children, contexts = multiprocessing.active_children(), _socket_contexts()
     result, processes = original(cls, server_args, *args, **kwargs)
     wait_for_ready = result.wait_for_ready
 
@@ -84,11 +88,12 @@ def around_launch_scheduler_processes(
     return result, processes
 
 
-def _undo_launch(children_before: list[psutil.Process], contexts_before: list[zmq.Context]) -> None:
-    """Stop what a launch started, so that the process around it can go on, or end."""
-    for child in psutil.Process().children():
-        if child not in children_before:
+def _undo_launch(children_before: list[BaseProcess], contexts_before: list[zmq.Context]) -> None:
+    """Stop what a launch started, by `multiprocessing` all of it, so that the process around it can go on, or end."""
+    for child in multiprocessing.active_children():
+        if child not in children_before and child.pid is not None:
             kill_process_tree(child.pid)
+            child.join(REAP_SECONDS)
     for context in _socket_contexts():
         # Sockets with words for a scheduler that is gone would hold this process when it ends.
         if not any(context is other for other in contexts_before):
