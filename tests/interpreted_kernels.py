@@ -80,6 +80,7 @@ class Case:
         path: what moves: `copy engine`, `kernel`, or `both`, the kernel the first group of layers of a restore.
         staged: cells that half the staging of a direction holds.
         trailer: bytes behind each page.
+        scaled: whether K's channels have exponents.
     """
 
     name: str
@@ -91,6 +92,7 @@ class Case:
     layers: int = LAYERS
     staged: int = 4
     trailer: int = 0
+    scaled: bool = False
 
 
 def check(case: Case) -> None:
@@ -105,18 +107,21 @@ def check(case: Case) -> None:
     Memmoves.calls = 0
     with on_the_cpu(case.path, 2 * case.staged * shape.cell_bytes, shape.cell_bytes):
         transfer = cuda.CudaTransfer(representation, arena, rows)
+        exponents = transfers.random_exponents(geometry, generator) if case.scaled else None
+        if exponents is not None:
+            transfer.scale_keys(exponents)
         for lane in (transfer._backup_lane, transfer._restore_lane):
             for half in lane.halves:
                 half.random_(generator=generator)
 
         host = transfers.random_slots(case.pages, case.pages + 2, page_size, generator)
         device = transfers.random_slots(case.pages, case.pages + 3, page_size, generator)
-        expected = transfers.after_backup(representation, arena, rows, host, device)
+        expected = transfers.after_backup(representation, arena, rows, host, device, exponents)
         transfer.backup(host, device)
         assert torch.equal(arena.buffer, expected), "backup"
 
         device = transfers.random_slots(case.pages, case.pages + 3, page_size, generator)
-        restored = transfers.after_restore(representation, arena, rows, host, device)
+        restored = transfers.after_restore(representation, arena, rows, host, device, exponents)
         for layer in layers:
             transfer.restore(layer, host, device)
             for part in Part:
@@ -138,6 +143,9 @@ CASES = [
     Case("int8", "page_first", (1, 128), 16, "both", trailer=128),
     Case("int8", "page_first", (5, 80), 2, "kernel", staged=1, trailer=256),
     Case("int8", "page_first", (3, 129), 2, "copy engine", pages=3),
+    Case("int8", "page_first", (8, 128), 4, "both", staged=100, scaled=True),
+    Case("int8", "layer_first", (3, 80), 2, "kernel", scaled=True),
+    Case("k6v4", "page_first", (3, 64), 4, "copy engine", pages=3, layers=2, scaled=True),
     Case("bf16", "page_first", (3, 64), 4, "copy engine"),
     Case("int4", "page_first", (8, 128), 4, "kernel", pages=3, layers=2),
     Case("int4", "page_first", (2, 80), 8, "copy engine", pages=3, layers=2),

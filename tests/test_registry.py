@@ -30,9 +30,7 @@ def test_format_tags_are_part_of_the_format():
 
 def test_an_unknown_name_lists_the_known_ones(site):
     install(site, "elsewhere", {}, {"half": "nowhere:Half"})
-    with pytest.raises(
-        UnknownRepresentation, match="'int9'; registered: bf16, half, int4, int8, k6v4"
-    ):
+    with pytest.raises(UnknownRepresentation, match="'int9'; registered: bf16, half, int4, int8, k6v4"):
         get("int9")
 
 
@@ -60,9 +58,7 @@ def test_one_name_for_two_classes(site):
 
     assert register(Once) is Once
     assert register(Once) is Once, "a module may be imported again"
-    with pytest.raises(
-        DuplicateRepresentation, match=r"'once' is claimed by .*Once and .*Twice.*bf16, .*k6v4, once"
-    ):
+    with pytest.raises(DuplicateRepresentation, match=r"'once' is claimed by .*Once and .*Twice.*bf16, .*k6v4, once"):
         register(Twice)
     assert get("once") is Once
 

@@ -13,7 +13,7 @@ from hiqcache.transfer import EagerTransfer, eager
 
 
 def check(name: str, arrangement: str, shape: tuple[int, int], page_size: int, pages: int = 5, layers: int = 3,
-          trailer: int = 0) -> None:  # fmt: skip
+          trailer: int = 0, scaled: bool = False) -> None:  # fmt: skip
     """Back up into an arena full of noise, and restore into other slots; nothing else may change."""
     generator = torch.Generator().manual_seed(page_size)
     geometry = transfers.geometry(shape, page_size, layers)
@@ -23,14 +23,17 @@ def check(name: str, arrangement: str, shape: tuple[int, int], page_size: int, p
     arena = HostArena(arena_shape, noise)
     rows = transfers.random_rows(geometry, (pages + 2) * page_size, generator)
     transfer = EagerTransfer(representation, arena, rows)
+    exponents = transfers.random_exponents(geometry, generator) if scaled else None
+    if exponents is not None:
+        transfer.scale_keys(exponents)
 
     host, device = (transfers.random_slots(pages, pages + more, page_size, generator) for more in (3, 2))
-    expected = transfers.after_backup(representation, arena, rows, host, device)
+    expected = transfers.after_backup(representation, arena, rows, host, device, exponents)
     transfer.backup(host, device)
     assert torch.equal(arena.buffer, expected)
 
     device = transfers.random_slots(pages, pages + 2, page_size, generator)
-    restored = transfers.after_restore(representation, arena, rows, host, device)
+    restored = transfers.after_restore(representation, arena, rows, host, device, exponents)
     for layer in range(layers):
         transfer.restore(layer, host, device)
     for part, layer in itertools.product(Part, range(layers)):
@@ -45,6 +48,11 @@ def check(name: str, arrangement: str, shape: tuple[int, int], page_size: int, p
 )
 def test_bytes_and_rows_are_those_of_the_reference_codec(name, shape, page_size, arrangement):
     check(name, arrangement, shape, page_size)
+
+
+@pytest.mark.parametrize("name", ["int8", "int4", "k6v4"])
+def test_keys_are_divided_before_they_are_encoded_and_multiplied_after(name):
+    check(name, "page_first", (3, 64), 16, scaled=True)
 
 
 def test_a_trailer_stays_as_it_is():

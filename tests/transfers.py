@@ -3,6 +3,7 @@
 import torch
 
 from hiqcache.arena import ArenaShape, HostArena
+from hiqcache.exponents import KeyExponents
 from hiqcache.geometry import KVGeometry, Part
 from hiqcache.representation import HostRepresentation
 from hiqcache.transfer import DeviceRows
@@ -51,9 +52,25 @@ def random_slots(pages: int, of: int, page_size: int, generator: torch.Generator
     return (chosen[:, None] * page_size + torch.arange(page_size)).flatten()
 
 
+def random_exponents(of: KVGeometry, generator: torch.Generator) -> KeyExponents:
+    """Exponents of which most are 0 and a few are large."""
+    shape = (of.layers, of.heads, of.head_dim)
+    return KeyExponents(
+        torch.randint(0, 12, shape, generator=generator) * (torch.rand(shape, generator=generator) < 0.2)
+    )
+
+
+def scaled(values: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
+    """BF16 values times powers of two, by float64: which is exact before the one rounding and saturation."""
+    largest = torch.finfo(torch.bfloat16).max
+    exact = values.double() * 2.0 ** exponents.double()
+    return torch.where(values.isfinite(), exact.clamp(-largest, largest).bfloat16(), values)
+
+
 def after_backup(
-    representation: HostRepresentation, arena: HostArena, rows: DeviceRows, host: torch.Tensor, device: torch.Tensor
-) -> torch.Tensor:
+    representation: HostRepresentation, arena: HostArena, rows: DeviceRows, host: torch.Tensor, device: torch.Tensor,
+    exponents: KeyExponents | None = None,
+) -> torch.Tensor:  # fmt: skip
     """The arena's bytes after a backup of CPU slots, by the reference codec."""
     expected = HostArena(arena.shape, arena.buffer.clone())
     page_size = representation.geometry.page_size
@@ -61,14 +78,17 @@ def after_backup(
         for layer, source in enumerate(rows.of(part)):
             values = source.cpu()[device].unflatten(0, (-1, page_size))
             blocks = torch.empty(len(values), arena.shape.layouts[part].block_bytes, dtype=torch.uint8)
+            if exponents is not None and part is Part.K:
+                values = scaled(values, -exponents.values[layer].int())
             representation.encode(values, part, blocks)
             expected.blocks(part)[layer][host[::page_size] // page_size] = blocks
     return expected.buffer
 
 
 def after_restore(
-    representation: HostRepresentation, arena: HostArena, rows: DeviceRows, host: torch.Tensor, device: torch.Tensor
-) -> DeviceRows:
+    representation: HostRepresentation, arena: HostArena, rows: DeviceRows, host: torch.Tensor, device: torch.Tensor,
+    exponents: KeyExponents | None = None,
+) -> DeviceRows:  # fmt: skip
     """The rows, on the CPU, after a restore of CPU slots, by the reference codec."""
     page_size = representation.geometry.page_size
 
@@ -77,6 +97,8 @@ def after_restore(
         blocks = arena.blocks(part)[number][host[::page_size] // page_size]
         values = torch.empty(len(blocks), page_size, *result.shape[1:], dtype=result.dtype)
         representation.decode(blocks, part, values)
+        if exponents is not None and part is Part.K:
+            values = scaled(values, exponents.values[number].int())
         result[device] = values.flatten(0, 1)
         return result
 

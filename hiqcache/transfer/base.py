@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import torch
 from attrs import field, frozen
 
+from hiqcache.exponents import KeyExponents
 from hiqcache.geometry import Part
 from hiqcache.transfer.clock import make_clock
 
@@ -58,6 +59,13 @@ class Transfer(abc.ABC):
         self._device, self._page_size = device, page_size
         self._host_places, self._device_places = (torch.device("cpu"), device), (device,)
         self.encode_clock, self.decode_clock = make_clock(device), make_clock(device)
+
+    @abc.abstractmethod
+    def scale_keys(self, exponents: KeyExponents) -> None:
+        """Divide K's channels by powers of two before they are encoded, and multiply them after decoding.
+
+        Called before the first transfer, once at most.
+        """
 
     @property
     @abc.abstractmethod

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from hiqcache.arena import ArenaShape
+from hiqcache.exponents import KeyExponents
 from hiqcache.geometry import Part
 from hiqcache.representation import BlockLayout, HostRepresentation
 from hiqcache.transfer.base import DeviceRows
@@ -34,6 +35,11 @@ class BlockCodec:
         alike = same_layout and representation.tiles(Part.K) == representation.tiles(Part.V)
         launches = ((Part.K, Part.V),) if alike else ((Part.K,), (Part.V,))
         self._launches = [_Launch(representation, shape, rows, parts) for parts in launches]
+
+    def scale_keys(self, exponents: KeyExponents) -> None:
+        """From now on, divide K's channels before they are encoded, and multiply them after decoding."""
+        for launch in self._launches:
+            launch.scale_keys(exponents)
 
     def encode(
         self, slots: torch.Tensor, layers: range, staging: torch.Tensor, stream: torch.cuda.Stream | None
@@ -70,6 +76,7 @@ class _Launch:
         self._table = torch.tensor(
             [[layer.data_ptr() for layer in rows.of(part)] for part in parts], device=rows.device
         )
+        self._exponents = self._table  # of no layer, and not read
         sections = tuple(_described(layout, name, heads=True) for name in tiles.sections)
         padding = (_described(layout, "padding", heads=False),) if "padding" in layout else ()
         constants = {
@@ -81,9 +88,18 @@ class _Launch:
             "DIM": geometry.dim(parts[0]),
             "DIM_TILE": triton.next_power_of_2(geometry.dim(parts[0])),
             "ROWS": ROWS,
+            "SCALED": False,
         }
         self.encode = Launcher(encode_blocks, 4, ENCODE=tiles.encode, SECTIONS=sections, PADDING=padding, **constants)
         self.decode = Launcher(decode_blocks, 4, DECODE=tiles.decode, SECTIONS=sections, **constants)
+        self._first_part = parts[0]
+
+    def scale_keys(self, exponents: KeyExponents) -> None:
+        """Read exponents from a table: those given for K, zeros for V."""
+        if self._first_part is Part.K:
+            of_k = exponents.values.to(self._table.device)
+            self._exponents = torch.stack([of_k, torch.zeros_like(of_k)][: self._parts])
+            self.encode, self.decode = (kernel.changed(SCALED=True) for kernel in (self.encode, self.decode))
 
     def __call__(
         self,
@@ -94,7 +110,18 @@ class _Launch:
         stream: torch.cuda.Stream | None,
     ) -> None:
         grid = (max(1, -(-slots.numel() * self._heads // ROWS)), len(layers), self._parts)
-        kernel(grid, stream, self._table, slots, staging, len(slots), len(layers), layers.start, self._table.shape[1])
+        kernel(
+            grid,
+            stream,
+            self._table,
+            self._exponents,
+            slots,
+            staging,
+            len(slots),
+            len(layers),
+            layers.start,
+            self._table.shape[1],
+        )
 
 
 def _described(layout: BlockLayout, name: str, heads: bool) -> tuple:

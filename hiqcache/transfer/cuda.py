@@ -17,6 +17,7 @@ import torch
 from attrs import field, frozen
 
 from hiqcache.arena import HostArena
+from hiqcache.exponents import KeyExponents
 from hiqcache.representation import HostRepresentation
 from hiqcache.transfer import copy_engine
 from hiqcache.transfer.base import DeviceRows, Transfer
@@ -88,10 +89,15 @@ class CudaTransfer(Transfer):
                 f"one layer of one page has {self._cell_bytes} encoded bytes; allowed: {allowed}, which a smaller "
                 "--page-size gives"
             )
-        none = torch.empty(0, dtype=torch.int64, device=self._device)
-        self._restoring = _Restore(none.view(0, self._page_size), {})
+        self._no_slots = torch.empty(0, self._page_size, dtype=torch.int64, device=self._device)
+        self._restoring = _Restore(self._no_slots, {})
         self._next_layer = 0
-        self._warm_up(none)
+        self._warm_up()
+
+    def scale_keys(self, exponents: KeyExponents) -> None:
+        if exponents.any:
+            self._codec.scale_keys(exponents)
+            self._warm_up()
 
     @property
     def host_indices_device(self) -> torch.device:
@@ -167,9 +173,9 @@ class CudaTransfer(Transfer):
             mover.locate(host_indices)
         return _Restore(slots, groups)
 
-    def _warm_up(self, none: torch.Tensor) -> None:
+    def _warm_up(self) -> None:
         """Compile and load every kernel, with nothing to do: their variants do not depend on a transfer's size."""
-        slots, layers = none.view(0, self._page_size), range(1)
+        slots, layers = self._no_slots, range(1)
         with torch.cuda.device(self._device):
             for lane in (self._backup_lane, self._restore_lane):
                 lane.kernel.move(slice(0, 0), layers, lane.halves[0], None)

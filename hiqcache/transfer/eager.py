@@ -3,6 +3,7 @@
 import torch
 
 from hiqcache.arena import HostArena
+from hiqcache.exponents import KeyExponents, divide, multiply
 from hiqcache.geometry import Part
 from hiqcache.representation import HostRepresentation
 from hiqcache.transfer.base import DeviceRows, Transfer
@@ -27,6 +28,7 @@ class EagerTransfer(Transfer):
         super().__init__(rows.device, representation.geometry.page_size)
         self._representation = representation
         self._rows = rows
+        self._factors: torch.Tensor | None = None
         self._chunk = max(1, CHUNK_TOKENS // self._page_size)
         self._share = 1 / (len(Part) * representation.geometry.layers)
         """What one part and layer is of a token."""
@@ -46,6 +48,9 @@ class EagerTransfer(Transfer):
             torch.empty((self._chunk, block_bytes), dtype=torch.uint8, device=device),
         )
 
+    def scale_keys(self, exponents: KeyExponents) -> None:
+        self._factors = exponents.factors(self._rows.device) if exponents.any else None
+
     @property
     def host_indices_device(self) -> torch.device:
         return self._rows.device
@@ -62,6 +67,8 @@ class EagerTransfer(Transfer):
                 for layer, rows in enumerate(self._rows.of(part)):
                     torch.index_select(rows, 0, slots, out=values.view(-1, *values.shape[2:]))
                     self.encode_clock.start()
+                    if part is Part.K and self._factors is not None:
+                        divide(values, self._factors[layer])
                     self._representation.encode(values, part, blocks)
                     self.encode_clock.stop(len(slots) * self._share)
                     self._blocks[part][layer].index_copy_(0, pages, blocks)
@@ -73,6 +80,8 @@ class EagerTransfer(Transfer):
                 torch.index_select(self._blocks[part][layer], 0, pages, out=blocks)
                 self.decode_clock.start()
                 self._representation.decode(blocks, part, values)
+                if part is Part.K and self._factors is not None:
+                    multiply(values, self._factors[layer])
                 self.decode_clock.stop(len(slots) * self._share)
                 self._rows.of(part)[layer].index_copy_(0, slots, values.view(-1, *values.shape[2:]))
 

@@ -12,6 +12,7 @@ WORD_BYTES = 8
 LINE_BYTES = 128
 """What the mover kernel reads or writes at once; blocks are whole lines."""
 LINE_WORDS = tl.constexpr(LINE_BYTES // WORD_BYTES)
+LARGEST_BF16 = tl.constexpr(3.3895313892515355e38)
 
 # A transfer's size must never pick another compiled variant: all are built, and warmed, before the first request.
 _SIZES = ["pages", "layers", "first_layer"]
@@ -47,6 +48,26 @@ def _values(table, first_layer, row, live, table_layers, DIM: tl.constexpr, DIM_
 
 
 @triton.jit
+def _exponents(table, first_layer, head, live, table_layers, HEADS: tl.constexpr, DIM: tl.constexpr,
+               DIM_TILE: tl.constexpr):  # fmt: skip
+    """Exponents `[ROWS, DIM_TILE]` int32 of the channels of each pair."""
+    layer = tl.program_id(2) * table_layers + first_layer + tl.program_id(1)
+    column = tl.arange(0, DIM_TILE)
+    address = table + ((layer * HEADS + head) * DIM)[:, None] + column[None, :]
+    return tl.load(address, mask=live[:, None] & (column < DIM)[None, :], other=0).to(tl.int32)
+
+
+@triton.jit
+def _scaled(values, exponents):
+    """BF16 values times powers of two, rounded half to even, saturated; NaN and infinity stay as they are."""
+    bits = values.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    x = values.to(tl.float32) * ((exponents + 127) << 23).to(tl.float32, bitcast=True)
+    x = tl.minimum(tl.maximum(x, -LARGEST_BF16), LARGEST_BF16).to(tl.int32, bitcast=True)
+    rounded = ((x + 0x7FFF + ((x >> 16) & 1)) >> 16) & 0xFFFF
+    return tl.where((bits & 0x7F80) == 0x7F80, bits, rounded).to(tl.int16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
 def _section(block, token, head, live, SECTION: tl.constexpr):
     """Addresses and mask of a section's tile: `[ROWS]` if it holds one element for each head, else `[ROWS, n]`."""
     DTYPE: tl.constexpr = SECTION[0]
@@ -62,15 +83,17 @@ def _section(block, token, head, live, SECTION: tl.constexpr):
 
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=["slots"])
 def encode_blocks(
-    table, slots, staging, pages, layers, first_layer, table_layers,
+    table, exponents, slots, staging, pages, layers, first_layer, table_layers,
     ENCODE: tl.constexpr, SECTIONS: tl.constexpr, PADDING: tl.constexpr,
     PAGE_SIZE: tl.constexpr, CELL_BYTES: tl.constexpr, PART_OFFSET: tl.constexpr, BLOCK_BYTES: tl.constexpr,
     HEADS: tl.constexpr, DIM: tl.constexpr, DIM_TILE: tl.constexpr, ROWS: tl.constexpr,
+    SCALED: tl.constexpr,
 ):  # fmt: skip
     """Device rows to blocks in staging; grid `(cdiv(pages * PAGE_SIZE * HEADS, ROWS), layers, parts)`.
 
     Args:
         table: `[parts, table_layers]` int64 addresses of the device rows.
+        exponents: `[parts, table_layers, HEADS, DIM]` int8, by whose powers of two values are divided; read if SCALED.
         slots: `[pages * PAGE_SIZE]` int64.
         staging: uint8.
         ENCODE: `[ROWS, DIM_TILE]` values and DIM -> a tile for each of SECTIONS.
@@ -83,7 +106,10 @@ def encode_blocks(
         slots, staging, pages, layers, PAGE_SIZE, CELL_BYTES, PART_OFFSET, BLOCK_BYTES, HEADS, ROWS
     )
     address, mask = _values(table, first_layer, row, live, table_layers, DIM, DIM_TILE)
-    tiles = ENCODE(tl.load(address, mask=mask, other=0.0), DIM)
+    values = tl.load(address, mask=mask, other=0.0)
+    if SCALED:
+        values = _scaled(values, -_exponents(exponents, first_layer, head, live, table_layers, HEADS, DIM, DIM_TILE))
+    tiles = ENCODE(values, DIM)
     for i in tl.static_range(len(SECTIONS)):
         address, mask = _section(block, token, head, live, tl.constexpr(SECTIONS[i]))
         tl.store(address, tiles[i], mask=mask)
@@ -94,10 +120,11 @@ def encode_blocks(
 
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=["slots"])
 def decode_blocks(
-    table, slots, staging, pages, layers, first_layer, table_layers,
+    table, exponents, slots, staging, pages, layers, first_layer, table_layers,
     DECODE: tl.constexpr, SECTIONS: tl.constexpr,
     PAGE_SIZE: tl.constexpr, CELL_BYTES: tl.constexpr, PART_OFFSET: tl.constexpr, BLOCK_BYTES: tl.constexpr,
     HEADS: tl.constexpr, DIM: tl.constexpr, DIM_TILE: tl.constexpr, ROWS: tl.constexpr,
+    SCALED: tl.constexpr,
 ):  # fmt: skip
     """Blocks in staging to device rows: `encode_blocks` backwards, with the same arguments."""
     row, block, token, head, live = _rows(
@@ -108,6 +135,8 @@ def decode_blocks(
         address, mask = _section(block, token, head, live, tl.constexpr(SECTIONS[i]))
         tiles = tiles + (tl.load(address, mask=mask, other=0),)  # noqa: RUF005 (Triton knows no other way)
     values = DECODE(*tiles, DIM)
+    if SCALED:
+        values = _scaled(values, _exponents(exponents, first_layer, head, live, table_layers, HEADS, DIM, DIM_TILE))
     address, mask = _values(table, first_layer, row, live, table_layers, DIM, DIM_TILE)
     tl.store(address, values, mask=mask)
 

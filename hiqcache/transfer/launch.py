@@ -22,6 +22,11 @@ class Launcher:
         self._constants = [constants[name] for name in kernel.arg_names if name in constants]
         self._compiled: Any = None
 
+    def changed(self, **constants: object) -> "Launcher":
+        """The same kernel with other constants, not compiled yet."""
+        options = {**self._options, **constants}
+        return Launcher(self._kernel, **options)  # type: ignore[arg-type]  # num_warps is an int
+
     def __call__(self, grid: tuple[int, int, int], stream: torch.cuda.Stream | None, *args: object) -> None:
         """Launch on a stream; the first call compiles, and launches on the current stream."""
         if self._compiled is None:
