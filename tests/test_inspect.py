@@ -823,8 +823,8 @@ def test_a_plot_that_cannot_be(tmp_path: pathlib.Path, int8: pathlib.Path):
     assert "does not end in .png or .svg" in result.output
     pytest.importorskip("matplotlib", reason="the extra `plot` is not installed")
     result = run(int8, "--plot", tmp_path / "missing" / "picture.png")
-    assert result.exit_code == 1
-    assert "No such file or directory" in result.output
+    assert result.exit_code == 2
+    assert f"there is no folder '{tmp_path / 'missing'}'" in result.output
 
 
 def test_reading_takes_little_memory(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
