@@ -1,7 +1,5 @@
 """bf16: the device's own bytes, block by block. The control that isolates what the pool itself costs."""
 
-import math
-
 import torch
 
 from hiqcache.geometry import Part
@@ -16,7 +14,7 @@ class Bf16(HostRepresentation):
     name = "bf16"
     format_tag = "bf16-v1"
     summary = "BF16 as on the device, bit for bit; saves nothing, isolates the cost of the pool"
-    key_bias_limit = math.inf
+    scales_keys = False
 
     def block_layout(self, part: Part) -> BlockLayout:
         shape = (self.geometry.heads, self.geometry.dim(part))

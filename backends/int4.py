@@ -25,7 +25,6 @@ class Int4(HostRepresentation):
     name = "int4"
     format_tag = "int4-rotated-v1"
     summary = "rotated INT4, one-byte scales for groups of 16: 3.5x, for where room matters more than the last token"
-    key_bias_limit = 14.0
 
     @classmethod
     def requirements(cls, geometry: KVGeometry) -> Iterator[Violation]:

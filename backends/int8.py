@@ -30,7 +30,6 @@ class Int8(HostRepresentation):
     format_tag = "int8-head-v2"
     older_tags = ("int8-head-v1",)  # which had padding in other places, and no dump has padding
     summary = "symmetric INT8, one BF16 scale per head and token, blocks padded to 128 bytes"
-    key_bias_limit = 14.0
 
     @classmethod
     def requirements(cls, geometry: KVGeometry) -> Iterator[Violation]:

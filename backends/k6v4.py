@@ -33,7 +33,6 @@ class K6V4(HostRepresentation):
     name = "k6v4"
     format_tag = "k6v4-rotated-v1"
     summary = "rotated, K in 6 bits and V in 4: 3.05x, closer to BF16 than FP8 KV"
-    key_bias_limit = 14.0
 
     @classmethod
     def requirements(cls, geometry: KVGeometry) -> Iterator[Violation]:

@@ -1,48 +1,25 @@
-"""Key biases that are too large for a representation: found in a model's weights, told in one warning.
+"""Key biases, and the powers of two that take them out of K before it is encoded.
 
 Qwen2, Qwen2.5 and some other models add a bias to K, and in some layers a few channels of it lie hundreds of standard
-deviations above the rest. A format with one scale for each head of each token then spends its steps on those channels.
-The others, which decide what attention does, are lost between two steps.
+deviations above the rest. A format with one scale for each head of each token would spend its steps on those channels.
+The others, which decide what attention does, would be lost between two steps.
 
-**The criterion.** The step of 8 bits is max|K| / 127, and a bias of amplitude A makes max|K| about A. The error that
-this adds to an ordinary channel is proportional to A / 127, and what that costs depends on the channel's own standard
-deviation, sigma. So a head is reported where A > limit * sigma. `HostRepresentation.key_bias_limit` is the limit, and
-`tools/key_biases.py` calibrates it: at 14, int8's error of the attention output is what a plain FP8 cast makes, 5.5%;
-at 60 it is 23%, at 151 more than half.
+So each channel is divided by 2**e, with
 
-`A` is the amplitude of a RoPE pair, sqrt(a**2 + b**2), because RoPE turns its two channels into one another as the
-position grows. `sigma` is the median of the head's channels, so the few that are biased do not count.
+    e = round(log2(max(1, A / (3 sigma))))
+
+`A` is the amplitude of the channel's RoPE pair, sqrt(a**2 + b**2), because RoPE turns its two channels into one another
+as the position grows. `sigma` is the channel's own standard deviation, of which ordinary values reach three times. So a
+biased channel becomes as large as the ordinary ones, and a channel without a bias stays as it is, however large: what a
+channel's own spread means for attention, the weights of K alone do not tell.
 """
 
-from collections.abc import Collection, Iterator
-
 import torch
-from attrs import frozen
+
+from hiqcache.exponents import MOST
 
 PAGE = "docs/quality.md#key-biases"
 """Where the figures are."""
-
-
-@frozen
-class BiasedHead:
-    """A KV head with a bias beyond the limit.
-
-    Attributes:
-        layer: of the model.
-        head: KV head of the whole model.
-        bias: amplitude of its largest bias, in K's units before RoPE.
-        spread: typical standard deviation of its channels, in the same units.
-    """
-
-    layer: int
-    head: int
-    bias: float
-    spread: float
-
-    @property
-    def multiple(self) -> float:
-        """The bias in standard deviations."""
-        return self.bias / self.spread if self.spread else float("inf")
 
 
 def amplitudes(biases: torch.Tensor, rotary_dim: int, interleaved: bool) -> torch.Tensor:
@@ -62,32 +39,13 @@ def amplitudes(biases: torch.Tensor, rotary_dim: int, interleaved: bool) -> torc
     return torch.cat([pairs, biases[..., rotary_dim:].abs()], dim=-1)
 
 
-def biased_heads(
-    layer: int, first_head: int, amplitude: torch.Tensor, spread: torch.Tensor, limit: float
-) -> Iterator[BiasedHead]:
-    """Heads of one layer whose largest bias is more than `limit` standard deviations.
+def exponents(amplitude: torch.Tensor, spread: torch.Tensor) -> torch.Tensor:
+    """Exponents of channels, int8.
 
     Args:
-        layer: of the model.
-        first_head: number, in the whole model, of the first head given.
         amplitude: `[heads, dim]`, from `amplitudes`.
-        spread: standard deviation of each channel, `[heads, dim]`.
-        limit: a representation's `key_bias_limit`.
+        spread: standard deviation of each channel, the same shape. One of 0 counts as the median of its head.
     """
-    largest, typical = amplitude.amax(-1).tolist(), spread.median(-1).values.tolist()
-    for head, (bias, sigma) in enumerate(zip(largest, typical, strict=True), first_head):
-        if bias > limit * sigma:
-            yield BiasedHead(layer, head, bias, sigma)
-
-
-def warning(name: str, limit: float, heads: Collection[BiasedHead]) -> str:
-    """What a server says of `heads`, at least one, that representation `name` does not suit."""
-    worst = max(heads, key=lambda head: head.multiple)
-    layers = len({head.layer for head in heads})
-    return (
-        f"this model has key biases that {name} does not bear: in {layers} layer(s), {len(heads)} KV head(s), a bias "
-        f"of K is more than {limit:g} standard deviations of the other channels. The worst is layer {worst.layer}, "
-        f"head {worst.head}: {worst.bias:.4g} against {worst.spread:.3g}, {worst.multiple:.0f} times. What comes "
-        "back from L2 is less accurate than FP8 KV, and answers may be wrong. Use --hicache-representation bf16, or "
-        f"--kv-cache-dtype fp8_e4m3 without hiqcache. {PAGE} has figures"
-    )
+    typical = spread.median(-1, keepdim=True).values
+    sigma = torch.where(spread > 0, spread, typical).clamp(min=torch.finfo(torch.float32).tiny)
+    return (amplitude / (3 * sigma)).clamp(1, 2.0**MOST).log2().round().to(torch.int8)

@@ -253,13 +253,9 @@ class HostRepresentation(abc.ABC):
     """Tags of earlier formats whose sections have the names, shapes and meaning of today's: their dumps can be read."""
     summary: ClassVar[str]
     """One line for `hiqcache list`."""
-    key_bias_limit: ClassVar[float] = 14.0
-    """Largest bias of a K channel that this format bears, in multiples of the other channels' standard deviation.
-
-    Beyond it a restored K is less accurate than FP8 KV, and a server for such a model logs a warning. `math.inf` if one
-    large channel costs the others nothing. The default is right for 8 bits with one scale for each head of each token;
-    `tools/key_biases.py` measures it for any representation.
-    """
+    scales_keys: ClassVar[bool] = True
+    """Whether channels of K that a bias raises are divided by powers of two before `encode` sees them, and multiplied
+    after `decode` (`hiqcache/key_biases.py`). False for a format in which a large channel costs the others nothing."""
 
     def __init__(self, geometry: KVGeometry):
         violations = list(self.requirements(geometry))

@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import logging
 import math
 import pathlib
 import re
@@ -17,11 +16,10 @@ from torch import nn
 
 from hiqcache import registry
 from hiqcache.__main__ import main
-from hiqcache.backends.bf16 import Bf16
 from hiqcache.backends.int8 import Int8
+from hiqcache.exponents import MOST, KeyExponents
 from hiqcache.geometry import KVGeometry
-from hiqcache.key_biases import PAGE, BiasedHead, amplitudes, biased_heads, warning
-from hiqcache.representation import HostRepresentation
+from hiqcache.key_biases import PAGE, amplitudes, exponents
 
 REPOSITORY = pathlib.Path(__file__).parents[1]
 RESULT = json.loads((REPOSITORY / "docs/results/key-biases.json").read_text())
@@ -52,39 +50,18 @@ def test_rope_turns_a_bias_into_its_amplitude():
     torch.testing.assert_close(amplitudes(torch.tensor([first, second]), 2, False)[0], largest, atol=1e-3, rtol=0)
 
 
-def test_heads_beyond_the_limit_are_found():
-    amplitude, spread = torch.zeros(3, 8), torch.full((3, 8), 2.0)
-    amplitude[0, 3] = 20.0  # exactly the limit
-    amplitude[1, 5] = 20.5
-    amplitude[2, 0], spread[2, 0] = 30.0, 1000.0  # the biased channel's own spread does not count
-    assert list(biased_heads(7, 4, amplitude, spread, limit=10)) == [
-        BiasedHead(7, 5, 20.5, 2.0),
-        BiasedHead(7, 6, 30.0, 2.0),
-    ]
+def test_exponents_bring_a_biased_channel_to_the_size_of_the_others():
+    spread = torch.tensor([[1.0, 1.0, 2.0, 0.5, 1.0, 1.0, 0.0, 1.0]])
+    amplitude = torch.tensor([[0.0, 3.0, 600.0, 150.0, 12.0, 4.0, 96.0, 2.0**40]])
+    # log2 of 0, 1, 100, 100, 4, 4/3, 32 (a spread of 0 counts as the median, 1), and the largest there is.
+    assert exponents(amplitude, spread).tolist() == [[0, 0, 7, 7, 2, 0, 5, MOST]]
+    assert not exponents(torch.zeros(2, 8), torch.zeros(2, 8)).any()
 
 
-def test_a_head_without_weights():
-    zeros = torch.zeros(1, 4)
-    assert not list(biased_heads(0, 0, zeros, zeros, limit=10))
-    (found,) = biased_heads(0, 0, zeros + 1, zeros, limit=10)
-    assert found.multiple == math.inf
-
-
-def test_the_warning_counts_and_names_the_worst():
-    heads = [BiasedHead(0, 0, 100, 2), BiasedHead(0, 1, 90, 2), BiasedHead(27, 3, 612, 1.5)]
-    text = warning("int8", 14.0, heads)
-    assert "that int8 does not bear: in 2 layer(s), 3 KV head(s)" in text
-    assert "more than 14 standard deviations" in text
-    assert "The worst is layer 27, head 3: 612 against 1.5, 408 times" in text
-    assert "--hicache-representation bf16" in text
-    assert "--kv-cache-dtype fp8_e4m3 without hiqcache" in text
+def test_which_representations_want_them():
+    assert [name for name in ("bf16", "int4", "int8", "k6v4") if not registry.get(name).scales_keys] == ["bf16"]
     page, _, anchor = PAGE.partition("#")
     assert re.search(rf"^#+ {anchor.replace('-', ' ')}$", (REPOSITORY / page).read_text(), re.MULTILINE | re.IGNORECASE)
-
-
-def test_what_a_representation_bears():
-    assert Bf16.key_bias_limit == math.inf
-    assert Int8.key_bias_limit == HostRepresentation.key_bias_limit, "who states nothing is taken for one of its kind"
 
 
 QWEN2_5_7B = {
@@ -124,53 +101,39 @@ def test_capacity_says_what_the_config_does(fields: dict[str, Any], seen: str | 
     result = CliRunner().invoke(main, arguments)
     lines = [line for line in result.stdout.splitlines() if "biases" in line]
     expected = (
-        f"K has biases in this model ({seen}), which may make int8 inaccurate. A server warns of it when it starts."
+        f"K has biases in this model ({seen}). If they are large, a server divides their channels by powers of two for "
+        f"int4, int8, k6v4. Figures: {PAGE}"
     )
-    assert lines == ([f"{expected} Figures: {PAGE}"] if seen else [])
+    assert lines == ([expected] if seen else [])
     assert json.loads(CliRunner().invoke(main, [*arguments, "--json"]).stdout)["key_biases"] == seen
 
 
 def test_capacity_says_nothing_of_what_is_refused_or_unknown(tmp_path: pathlib.Path):
     (tmp_path / "config.json").write_text(json.dumps(QWEN2_5_7B))
-    refused = ["--config", str(tmp_path), "--tp-size", "4"]  # one head on each rank: int8 would save nothing
+    one_head = CliRunner().invoke(
+        main, ["capacity", "--config", str(tmp_path), "--tp-size", "4", "--hicache-size", "8"]
+    )
+    assert "powers of two for int4, k6v4." in one_head.stdout, "int8 would save nothing"
     unknown = ["--layers", "28", "--heads", "4", "--head-dim", "128"]
-    for arguments in (refused, unknown):
-        result = CliRunner().invoke(main, ["capacity", *arguments, "--hicache-size", "8"])
-        assert result.exit_code == 0
-        assert "biases" not in result.stdout
+    result = CliRunner().invoke(main, ["capacity", *unknown, "--hicache-size", "8"])
+    assert result.exit_code == 0
+    assert "biases" not in result.stdout
 
 
 # -- the figures -----------------------------------------------------------------------------------------------------
 
 
-def test_the_limit_is_where_int8_gets_worse_than_fp8():
-    biases, errors = RESULT["biases"], RESULT["errors"]
-    assert Int8.key_bias_limit in biases
-    for place in ("low", "random"):
-        for bias, int8, fp8 in zip(biases, errors["int8"][place], errors["fp8_e4m3"][place], strict=True):
-            assert (int8 <= fp8) == (bias <= Int8.key_bias_limit), (place, bias)
+def test_no_bias_costs_more_than_half_again_with_exponents():
+    for name in ("int8", "k6v4", "int4"):
+        for place in ("low", "random"):
+            without, *biased = RESULT["errors"][name][place]
+            assert max(biased) < 1.6 * without, (name, place)
+            assert RESULT["errors"][f"{name} without exponents"][place][-1] > 10 * without
 
 
 def test_the_page_has_the_results_table():
     table = importlib.import_module("key_biases").markdown(RESULT)
     assert table in (REPOSITORY / "docs/quality.md").read_text(), f"the table should read:\n{table}"
-
-
-def percent(bias: int, name: str, digits: int = 0) -> list[str]:
-    return [f"{RESULT['errors'][name][place][RESULT['biases'].index(bias)]:.{digits}%}" for place in ("low", "random")]
-
-
-def test_figures_in_sentences():
-    readme = " ".join((REPOSITORY / "README.md").read_text().split())
-    low, high = sorted(percent(60, "int8"))
-    assert f"{low} to {high} at a bias of 60 standard deviations" in readme
-    assert "more than half at 151" in readme
-    assert f"without a bias it is off by {percent(0, 'int8', 1)[0]}" in readme
-    assert "FP8 KV is off by about 6% in all three" in readme
-    assert {figure for bias in (0, 60, 151) for figure in percent(bias, "fp8_e4m3")} == {"6%"}
-    assert min(float(value.rstrip("%")) for value in percent(151, "int8")) > 50
-    doc = " ".join((importlib.import_module("hiqcache.key_biases").__doc__ or "").split())
-    assert f"a plain FP8 cast makes, {percent(14, 'fp8_e4m3', 1)[1]}; at 60 it is {high}" in doc
 
 
 def test_the_study_by_theory(monkeypatch: pytest.MonkeyPatch):
@@ -257,13 +220,23 @@ def attention_of(model: nn.Module) -> Any:
     return layer.self_attn
 
 
+def of_rank(layers: int) -> KVGeometry:
+    return KVGeometry(layers=layers, heads=HEADS, head_dim=DIM, v_head_dim=DIM, page_size=16)
+
+
 def test_a_loaded_model(reading: Any):
-    model = loaded(reading, {0: {(1, 2): 300.0}, 1: None, 5: {(0, 0): 120.0, (0, 4): -160.0, (2, 1): 30.0}})
-    first, second = reading.heads_of(model, torch.float32, limit=14.0)
-    assert (first.layer, first.head, second.layer, second.head) == (0, 1, 5, 0)
-    assert (first.bias, second.bias) == pytest.approx((300, 200), abs=2)
-    assert (first.spread, second.spread) == pytest.approx((6, 6), rel=0.15)
-    assert not reading.heads_of(model, torch.float32, limit=60.0)
+    model = loaded(reading, {0: {(1, 2): 300.0}, 1: None, 2: {(0, 0): 120.0, (0, 4): -160.0, (2, 1): 30.0}})
+    found = reading.exponents_of(model, torch.float32, of_rank(3), 0).values
+    expected = torch.zeros(3, HEADS, DIM, dtype=torch.int8)
+    expected[0, 1, [2, 6]] = 4  # 300 / 18 is 16.7, for both channels of the RoPE pair
+    expected[2, 0, [0, 4]] = 3  # 200 / 18 is 11.1, nearest to 8 by its logarithm
+    expected[2, 2, [1, 5]] = 1  # 30 / 18
+    assert torch.equal(found, expected)
+
+
+def test_layers_of_a_pipeline_stage_are_numbered_from_its_first(reading: Any):
+    model = loaded(reading, {4: None, 5: {(1, 2): 300.0}})
+    assert reading.exponents_of(model, torch.float32, of_rank(2), 4).values[1, 1, 2] == 4
 
 
 def test_a_qk_norm_makes_the_keys_that_count(reading: Any):
@@ -274,18 +247,7 @@ def test_a_qk_norm_makes_the_keys_that_count(reading: Any):
             return k * torch.tensor([1.0, 1, 0, 1, 1, 1, 1, 1])
 
     attention_of(model).k_norm = Flat()
-    assert not reading.heads_of(model, torch.float32, limit=14.0)
-
-
-def test_heads_are_those_of_the_whole_model(reading: Any):
-    model = loaded(reading, {0: {(1, 2): 300.0}})
-    projection = attention_of(model).qkv_proj
-    projection.kv_tp_group = SimpleNamespace(rank_in_group=5, world_size=8)
-    (found,) = reading.heads_of(model, torch.float32, limit=14.0)
-    assert found.head == 5 * HEADS + 1
-    projection.num_kv_head_replicas = 2
-    (found,) = reading.heads_of(model, torch.float32, limit=14.0)
-    assert found.head == 2 * HEADS + 1
+    assert not reading.exponents_of(model, torch.float32, of_rank(1), 0).any
 
 
 def test_lora_wraps_the_projection(reading: Any):
@@ -293,12 +255,31 @@ def test_lora_wraps_the_projection(reading: Any):
     wrapper = nn.Module()
     wrapper.base_layer = attention_of(model).qkv_proj
     attention_of(model).qkv_proj = wrapper
-    assert len(reading.heads_of(model, torch.float32, limit=14.0)) == 1
+    assert reading.exponents_of(model, torch.float32, of_rank(1), 0).any
 
 
-def scheduler(model: object) -> Any:
-    runner = SimpleNamespace(model=model, dtype=torch.float32)
-    return SimpleNamespace(tp_worker=SimpleNamespace(model_runner=runner))
+class Pool:
+    """A host pool, as far as exponents go."""
+
+    def __init__(self, name: str = "int8", layers: int = 1):
+        self.representation = registry.get(name)(of_rank(layers))
+        self.key_exponents = KeyExponents.none(of_rank(layers))
+
+    def scale_keys(self, exponents: KeyExponents) -> None:
+        self.key_exponents = exponents
+
+
+def runner(model: object) -> Any:
+    return SimpleNamespace(model=model, dtype=torch.float32, token_to_kv_pool=SimpleNamespace(start_layer=0))
+
+
+@pytest.fixture
+def said(reading: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is logged; not by `caplog`, for an Engine of this process may have set logging up anew."""
+    lines: list[str] = []
+    for level in ("info", "warning"):
+        monkeypatch.setattr(reading.logger, level, lambda text, *arguments: lines.append(text % arguments))
+    return lines
 
 
 @pytest.mark.parametrize(
@@ -309,31 +290,33 @@ def scheduler(model: object) -> Any:
         (lambda reading: None, "AttributeError"),
     ],
 )
-def test_a_model_that_cannot_be_read_is_said_at_debug(make: Any, why: str, reading: Any, caplog: Any):
-    with caplog.at_level(logging.DEBUG, logger=reading.__name__):
-        assert reading.findings(scheduler(make(reading)), SimpleNamespace(key_bias_limit=14.0)) == []
-    (record,) = caplog.records
-    assert record.levelno == logging.DEBUG
-    assert why in record.getMessage()
+def test_a_model_that_cannot_be_read_is_warned_of(make: Any, why: str, reading: Any, said: list[str]):
+    pool = Pool()
+    reading.scale(runner(make(reading)), pool)
+    (line,) = said
+    assert why in line
+    assert not pool.key_exponents.any
 
 
-def test_a_representation_that_bears_everything_looks_at_nothing(reading: Any, caplog: Any):
-    with caplog.at_level(logging.DEBUG, logger=reading.__name__):
-        assert reading.findings(None, SimpleNamespace(key_bias_limit=math.inf)) == []
-    assert not caplog.records
+def test_a_representation_that_bears_everything_looks_at_nothing(reading: Any, said: list[str]):
+    reading.scale(None, Pool("bf16"))
+    assert not said
 
 
-def test_one_warning_for_all_ranks(reading: Any, monkeypatch: pytest.MonkeyPatch):
-    said: list[str] = []  # not `caplog`: an Engine of this process may have set logging up anew
-    monkeypatch.setattr(reading.logger, "warning", lambda text, *arguments: said.append(text % arguments))
-    heads = reading.findings(scheduler(loaded(reading, {3: {(1, 2): 300.0}})), registry.get("int8"))
-    others = [(3, 4, 250.0, 6.0)]
-    infos: list[dict[str, Any]] = [{reading.KEY: found} for found in (heads, others, heads)] + [{}, {reading.KEY: []}]
-    reading.warn("int8", infos)
-    (warning,) = said
-    assert "in 1 layer(s), 2 KV head(s)" in warning
+def test_one_line_for_all_ranks(reading: Any, said: list[str]):
+    pool = Pool(layers=2)
+    reading.scale(runner(loaded(reading, {0: None, 1: {(1, 2): 300.0, (2, 1): 30.0}})), pool)
+    found = reading.findings(pool)
+    assert found == [(1, 2, 4)]
+    infos: list[dict[str, Any]] = [{reading.KEY: each} for each in (found, [(0, 1, 3)], found)] + [
+        {},
+        {reading.KEY: []},
+    ]
+    reading.tell(infos)
+    (line,) = said
+    assert "in 2 layer(s) channels are divided by powers of two, up to 16" in line
     assert not any(infos), "the launcher's record stays small"
-    reading.warn("int8", infos)
+    reading.tell(infos)
     assert len(said) == 1
 
 
@@ -341,10 +324,10 @@ def test_findings_pass_through_the_data_parallel_controller(reading: Any):
     from hiqcache.sglang import choice, hooks
 
     asked = SimpleNamespace(**{choice._ATTRIBUTE: choice.Choice("int8", "a test", command_line=False)})
-    replicas = [{reading.KEY: [(0, 1, 300.0, 6.0)]}, {}, {reading.KEY: [(0, 2, 200.0, 6.0)]}]
+    replicas = [{reading.KEY: [(0, 1, 4)]}, {}, {reading.KEY: [(3, 2, 5)]}]
     controller = SimpleNamespace(server_args=asked, _scheduler_init_infos=replicas)
     info = hooks.after_controller_init_info({}, controller)
-    assert info[reading.KEY] == [(0, 1, 300.0, 6.0), (0, 2, 200.0, 6.0)]
+    assert info[reading.KEY] == [(0, 1, 4), (3, 2, 5)]
 
 
 @pytest.mark.slow

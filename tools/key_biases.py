@@ -7,12 +7,11 @@
 Synthetic K and V, on the CPU, in less than a minute. K is normal with a standard deviation of 1, as V is, plus a bias
 in 4 RoPE pairs of each head, rotated and rounded to BF16. The pairs are those of the lowest frequencies, or random
 ones. Queries are small there in proportion, as in a trained model, so the biased channels decide no more than any
-other. K and V go through the representation and back, in pages of 64 tokens, or through a plain FP8 cast. The figure is
-the root mean square of what the attention output differs by, over that of the exact output.
+other. K and V go through the representation and back, in pages of 64 tokens, or through a plain FP8 cast. With
+exponents, K's channels are divided by powers of two before and multiplied after, as a server does; without, they are
+not. The figure is the root mean square of what the attention output differs by, over that of the exact output.
 
-A bias is the amplitude of its pair, sqrt(a**2 + b**2), in standard deviations of the other channels. Compare it with
-`HostRepresentation.key_bias_limit`, which this tool measures: the largest bias at which the representation is no worse
-than FP8.
+A bias is the amplitude of its pair, sqrt(a**2 + b**2), in standard deviations of the other channels.
 """
 
 import json
@@ -30,7 +29,9 @@ from quality_report import table
 from results import Commands, command_line, read_result, writable
 
 from hiqcache import registry
+from hiqcache.exponents import KeyExponents, divide, multiply
 from hiqcache.geometry import KVGeometry, Part
+from hiqcache.key_biases import amplitudes, exponents
 from hiqcache.representation import HostRepresentation
 
 HEADS, DIM, PAGE_SIZE, PAGES, QUERIES = 32, 128, 64, 16, 32
@@ -44,6 +45,7 @@ BIASES = (0, 5, 10, 14, 20, 60, 151, 600)
 PLACES = ("low", "random")
 """Which RoPE frequencies the biased pairs have."""
 FP8 = "fp8_e4m3"
+NAMES = ("int8", "k6v4", "int4")
 PARTS = ("biases", "errors")
 """What a result has."""
 
@@ -53,10 +55,14 @@ Codec = Callable[[torch.Tensor, Part], torch.Tensor]
 
 @frozen
 class Sample:
-    """Queries `[QUERIES, HEADS, DIM]` float32, and the K and V that they attend to, `[TOKENS, HEADS, DIM]` BF16."""
+    """Queries `[QUERIES, HEADS, DIM]` float32, and the K and V that they attend to, `[TOKENS, HEADS, DIM]` BF16.
+
+    `factors` `[HEADS, DIM]` are what K's channels are divided by for their biases.
+    """
 
     queries: torch.Tensor
     kv: dict[Part, torch.Tensor]
+    factors: torch.Tensor
 
     @classmethod
     def draw(cls, bias: float, place: str, seed: int) -> "Sample":
@@ -68,22 +74,31 @@ class Sample:
             pairs = torch.arange(half - BIASED_PAIRS, half).expand(HEADS, -1)
         phases = 2 * math.pi * torch.rand(HEADS, BIASED_PAIRS, generator=generator)
         biases, weights = torch.zeros(HEADS, DIM), torch.ones(HEADS, DIM)
-        for channels, amplitudes in ((pairs, phases.cos()), (pairs + half, phases.sin())):
-            biases.scatter_(1, channels, bias * amplitudes)
+        for channels, shares in ((pairs, phases.cos()), (pairs + half, phases.sin())):
+            biases.scatter_(1, channels, bias * shares)
             weights.scatter_(1, channels, 1 / max(1.0, bias))
         k, v = torch.randn(2, TOKENS, HEADS, DIM, generator=generator)
         queries = LOGIT_SPREAD * torch.randn(QUERIES, HEADS, DIM, generator=generator) * weights
-        return cls(queries, {Part.K: rotated(k + biases).bfloat16(), Part.V: v.bfloat16()})
+        spread = torch.ones(HEADS, DIM)
+        powers = KeyExponents(exponents(amplitudes(biases, DIM, interleaved=False), spread)[None])
+        factors = powers.factors(biases.device)[0]
+        return cls(queries, {Part.K: rotated(k + biases).bfloat16(), Part.V: v.bfloat16()}, factors)
 
     def attention(self, kv: dict[Part, torch.Tensor]) -> torch.Tensor:
         """Output in float64, `[HEADS, QUERIES, DIM]`."""
         logits = torch.einsum("qhd,thd->hqt", self.queries.double(), kv[Part.K].double()) / math.sqrt(DIM)
         return torch.einsum("hqt,thd->hqd", logits.softmax(-1), kv[Part.V].double())
 
-    def error(self, code: Codec) -> float:
-        """Relative error of the output after K and V went through `code`."""
+    def error(self, code: Codec, scaled: bool = False) -> float:
+        """Relative error of the output after K and V went through `code`, K divided by `factors` first if `scaled`."""
         exact = self.attention(self.kv)
-        coded = self.attention({part: code(values, part) for part, values in self.kv.items()})
+        k = self.kv[Part.K].clone()
+        if scaled:
+            divide(k, self.factors)
+        k = code(k, Part.K)
+        if scaled:
+            multiply(k, self.factors)
+        coded = self.attention({Part.K: k, Part.V: code(self.kv[Part.V], Part.V)})
         return float((coded - exact).norm() / exact.norm())
 
 
@@ -122,14 +137,24 @@ def main() -> None:
 
 
 @main.command()
-@click.option("--representation", "names", multiple=True, default=["int8"], show_default=True, help="May be repeated.")
+@click.option(
+    "--representation",
+    "names",
+    multiple=True,
+    default=["int8", "k6v4", "int4"],
+    show_default=True,
+    help="May be repeated.",
+)
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--out", required=True, type=click.Path(path_type=Path), callback=writable, help="JSON file to write.")
 def run(names: tuple[str, ...], seed: int, out: Path) -> None:
     """Measure every bias."""
     geometry = KVGeometry(layers=1, heads=HEADS, head_dim=DIM, v_head_dim=DIM, page_size=PAGE_SIZE)
-    codecs: dict[str, Codec] = {name: through(registry.get(name)(geometry)) for name in names}
-    codecs[FP8] = fp8
+    kinds: list[tuple[str, Codec, bool]] = []
+    for name in names:
+        code = through(registry.get(name)(geometry))
+        kinds += [(f"{name} without exponents", code, False), (name, code, True)]
+    kinds.append((FP8, fp8, False))
     samples = {place: [Sample.draw(bias, place, seed) for bias in BIASES] for place in PLACES}
     result = {
         "what": "relative error of the attention output where 4 RoPE pairs of each K head have a bias",
@@ -149,8 +174,8 @@ def run(names: tuple[str, ...], seed: int, out: Path) -> None:
         },
         "biases": list(BIASES),
         "errors": {
-            name: {place: [sample.error(code) for sample in samples[place]] for place in PLACES}
-            for name, code in codecs.items()
+            name: {place: [sample.error(code, scaled) for sample in samples[place]] for place in PLACES}
+            for name, code, scaled in kinds
         },
     }
     out.write_text(json.dumps(result, indent=1) + "\n")

@@ -109,11 +109,11 @@ def _print_table(geometry: "KVGeometry", results: "Results", biased: str | None)
     columns = [Column("name", no_wrap=True), *(Column(n, no_wrap=True, justify="right") for n in numbers)]
     print_table([*columns, "against BF16"], rows)
     held = [name for name, result in results.items() if not isinstance(result, list)]
-    minding = [name for name in held if registry.get(name).key_bias_limit < math.inf]
+    minding = [name for name in held if registry.get(name).scales_keys]
     if biased and minding:
         click.echo(
-            f"K has biases in this model ({biased}), which may make {', '.join(minding)} inaccurate. A server warns "
-            f"of it when it starts. Figures: {PAGE}"
+            f"K has biases in this model ({biased}). If they are large, a server divides their channels by powers of "
+            f"two for {', '.join(minding)}. Figures: {PAGE}"
         )
 
 

@@ -82,7 +82,7 @@ def around_launch_scheduler_processes(
             if isinstance(error, RuntimeError):
                 error = f"A scheduler stopped while it started; its reason is in the log above. ({error})"
             choice.refuse(error)
-        key_biases.warn(choice.name, result.scheduler_infos)
+        key_biases.tell(result.scheduler_infos)
 
     result.wait_for_ready = wait_and_verify
     return result, processes
@@ -143,6 +143,7 @@ def _build(choice: Choice, original: Callable, *args: Any, tp_worker: Any, **kwa
     pool = proof.pool_in_force(result.tree_cache)
     stage = f"bytes per token in pipeline stage {get_parallel().pp_rank}"
     nodes.compare(nodes.BUILT, {"tokens of L2": pool.size, stage: pool.size_per_token})
+    key_biases.scale(tp_worker.model_runner, pool)
     return result
 
 
@@ -209,7 +210,7 @@ def after_scheduler_init_info(info: dict[str, Any], scheduler: Any) -> dict[str,
     if scheduler.metrics_collector_context.current_scheduler_metrics_enabled:
         scheduler.metrics_collector._hiqcache = Metrics(scheduler.metrics_collector, report, pool.transfer)
     info[proof.KEY] = [attrs.asdict(report)]
-    info[key_biases.KEY] = key_biases.findings(scheduler, pool.representation)
+    info[key_biases.KEY] = key_biases.findings(pool)
     return info
 
 

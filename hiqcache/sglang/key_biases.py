@@ -1,28 +1,26 @@
-"""Does this model have key biases that its representation does not bear? Each scheduler looks at the heads it holds.
+"""Which channels of K does this model's bias raise? Each scheduler looks at its own heads, once their pool is built.
 
-Nothing here may stop a server: a model that cannot be read is not warned of, and the log says so at debug level.
+Nothing here may stop a server: where a model cannot be read, no channel is divided, and the log says so.
 """
 
 import logging
-import math
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
-import attrs
 import torch
-from sglang.srt.distributed.utils import get_group_rank_size
 from sglang.srt.layers.linear import QKVParallelLinear
 from sglang.srt.layers.radix_attention import RadixAttention
 from torch import nn
 
-from hiqcache import registry
-from hiqcache.key_biases import BiasedHead, amplitudes, biased_heads, warning
-from hiqcache.representation import HostRepresentation
+from hiqcache.exponents import KeyExponents
+from hiqcache.geometry import KVGeometry
+from hiqcache.key_biases import PAGE, amplitudes, exponents
+from hiqcache.sglang.pool import RepresentationHostPool
 
 logger = logging.getLogger(__name__)
 
 KEY = "hiqcache_key_biases"
-"""Field of a scheduler's init info: the heads that it would warn of."""
+"""Field of a scheduler's init info: the layers and the number of heads whose channels it divides, and by how much."""
 INPUT_NORMS = ("input_layernorm", "ln_1", "self_attn_layer_norm")
 """What models call the norm in front of their attention."""
 SAMPLES = 256
@@ -31,33 +29,56 @@ SAMPLES = 256
 Module = TypeVar("Module", bound=nn.Module)
 
 
-def findings(scheduler: Any, representation: HostRepresentation) -> list[tuple]:
-    """Heads on this rank whose bias is beyond `representation.key_bias_limit`, as tuples of `BiasedHead`."""
+def scale(runner: Any, pool: RepresentationHostPool) -> None:
+    """Divide the channels that a bias raises, from the first transfer of a pool on.
+
+    Args:
+        runner: SGLang's model runner, its weights loaded.
+        pool: over its KV pool; nothing has been transferred.
+    """
+    if not pool.representation.scales_keys:
+        return
     try:
-        if representation.key_bias_limit == math.inf:
-            return []
-        runner = scheduler.tp_worker.model_runner
-        return [attrs.astuple(head) for head in heads_of(runner.model, runner.dtype, representation.key_bias_limit)]
+        first_layer = getattr(runner.token_to_kv_pool, "start_layer", None) or 0
+        pool.scale_keys(exponents_of(runner.model, runner.dtype, pool.representation.geometry, first_layer))
     except Exception as error:  # whatever a model is like, the server goes on
-        logger.debug("hiqcache: key biases were not checked: %s: %s", type(error).__name__, error)
-        return []
+        logger.warning(
+            "hiqcache: whether this model has key biases is unknown (%s: %s). If it has large ones, what comes back "
+            "from L2 is inaccurate: %s",
+            type(error).__name__,
+            error,
+            PAGE,
+        )
 
 
-def merged(infos: list[dict[str, Any]]) -> list[tuple]:
+def findings(pool: RepresentationHostPool) -> list[tuple[int, int, int]]:
+    """(layer, heads, largest exponent) of each layer of a pool in which channels are divided."""
+    largest = pool.key_exponents.values.amax(-1)
+    return [
+        (layer, int((heads > 0).sum()), int(heads.max())) for layer, heads in enumerate(largest) if bool(heads.any())
+    ]
+
+
+def merged(infos: list[dict[str, Any]]) -> list[tuple[int, int, int]]:
     """What all schedulers found, taken out of their init infos."""
-    return [head for info in infos for head in info.pop(KEY, ())]
+    return [layer for info in infos for layer in info.pop(KEY, ())]
 
 
-def warn(name: str, infos: list[dict[str, Any]]) -> None:
+def tell(infos: list[dict[str, Any]]) -> None:
     """Log once what all schedulers found, and take it out of their init infos."""
-    found = {BiasedHead(*head) for head in merged(infos)}  # replicas find the same heads
-    if found:
-        logger.warning("hiqcache: %s", warning(name, registry.get(name).key_bias_limit, found))
+    if found := merged(infos):
+        logger.info(
+            "hiqcache: K has biases; in %d layer(s) channels are divided by powers of two, up to %d, before they are "
+            "encoded: %s",
+            len({layer for layer, _, _ in found}),
+            2 ** max(exponent for _, _, exponent in found),
+            PAGE,
+        )
 
 
 @torch.inference_mode()
-def heads_of(model: nn.Module, dtype: torch.dtype, limit: float) -> list[BiasedHead]:
-    """Heads of `model`, on this rank, with a bias beyond `limit`.
+def exponents_of(model: nn.Module, dtype: torch.dtype, geometry: KVGeometry, first_layer: int) -> KeyExponents:
+    """Exponents of the K heads on this rank.
 
     The model's own norm and projection are run on random hidden states. K's mean is its bias then, and its standard
     deviation is the norm of its row of weights, times the norm's. This way any weight format is understood, whether
@@ -66,12 +87,14 @@ def heads_of(model: nn.Module, dtype: torch.dtype, limit: float) -> list[BiasedH
     Args:
         model: as SGLang loaded it.
         dtype: of its hidden states.
-        limit: a representation's `key_bias_limit`.
+        geometry: of the rank's KV.
+        first_layer: number, in the whole model, of the rank's first layer.
 
     Raises:
         LookupError: it has no attention with a fused QKV projection, or one with a bias behind an unknown norm.
     """
-    found, seen = [], False
+    values = torch.zeros(geometry.layers, geometry.heads, geometry.head_dim, dtype=torch.int8)
+    seen = False
     for layer, attention, projection, cache in _attentions(model):
         seen = True
         if projection.bias is None:
@@ -82,13 +105,10 @@ def heads_of(model: nn.Module, dtype: torch.dtype, limit: float) -> list[BiasedH
         k = _keys(attention, projection, norm, dtype)
         rope = getattr(attention, "rotary_emb", None)
         rotary_dim, interleaved = (rope.rotary_dim, not rope.is_neox_style) if rope is not None else (0, False)
-        rank, _ = get_group_rank_size(projection.kv_tp_group)
-        first_head = rank // projection.num_kv_head_replicas * projection.num_kv_heads
-        biases = amplitudes(k.mean(0), rotary_dim, interleaved)
-        found += biased_heads(cache.layer_id, first_head, biases, k.std(0), limit)
+        values[cache.layer_id - first_layer] = exponents(amplitudes(k.mean(0), rotary_dim, interleaved), k.std(0))
     if not seen:
         raise LookupError(f"{type(model).__name__} has no attention with a fused QKV projection")
-    return found
+    return KeyExponents(values)
 
 
 def _attentions(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Module, QKVParallelLinear, RadixAttention]]:

@@ -11,6 +11,7 @@ from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.runtime_context import get_parallel
 
 from hiqcache.arena import LAYOUTS, ArenaShape, HostArena
+from hiqcache.exponents import KeyExponents
 from hiqcache.geometry import KVGeometry, UnsupportedGeometry, Violation
 from hiqcache.representation import HostRepresentation
 from hiqcache.transfer import DeviceRows, make_transfer
@@ -99,6 +100,15 @@ class RepresentationHostPool(MHATokenToKVPoolHost):
         # SGLang allocated its BF16 staging before it sized the KV pool, and nothing else uses it: no memory is taken
         # from anybody by using it as bytes.
         self.transfer = make_transfer(self.representation, self.arena, rows, write_back_staging or ())
+        self.key_exponents = KeyExponents.none(self.representation.geometry)
+
+    def scale_keys(self, exponents: KeyExponents) -> None:
+        """Divide K's channels before they are encoded, and multiply them after decoding.
+
+        Called before the first transfer, once at most.
+        """
+        self.key_exponents = exponents
+        self.transfer.scale_keys(exponents)
 
     # -- holding pages still, for a dump --------------------------------------------------------------------------
 
