@@ -115,6 +115,7 @@ def _header(dump: "Dump") -> dict:
     metadata = dump.metadata
     fields = asdict(metadata, recurse=False) | {"page_ids": page_ranges(metadata.page_ids), "pages": dump.pages}
     fields["geometry"] = asdict(metadata.geometry) | {"dtype": _dtype(metadata.geometry.dtype)}
+    fields["key_exponents"] = dump.key_exponents.digest if dump.key_exponents.any else None
     return {"file": str(dump.file), "bytes": dump.file.stat().st_size, **fields}
 
 
@@ -136,8 +137,15 @@ def _print_header(dump: "Dump") -> None:
     click.echo(
         f"TP rank {metadata.tp_rank} of {geometry.tp_size}: {geometry.layers} layers, {geometry.heads} local KV heads "
         f"x {geometry.head_dim}; {dump.pages:,} of {metadata.pool_pages:,} pages of {geometry.page_size}, "
-        f"{dump.pages * geometry.page_size:,} tokens\n"
+        f"{dump.pages * geometry.page_size:,} tokens"
     )
+    if (exponents := dump.key_exponents).any:
+        divided, largest = int(exponents.values.count_nonzero()), 2 ** int(exponents.values.max())
+        click.echo(
+            f"{divided:,} of {exponents.values.numel():,} channels of K were divided by powers of two before they were "
+            f"encoded, by up to {largest:,}"
+        )
+    click.echo()
 
 
 def _print_statistics(statistics: "Sequence[SectionStatistics]") -> None:

@@ -2,7 +2,8 @@
 
 A dump is one safetensors file for each rank. Its tensors are the sections of the blocks, `k.payload`, `v.scales` and
 so on, with axes `[layer, page, *section.shape]`; `padding` sections, which say nothing, are left out. The metadata is
-text, as safetensors has it; `hiqcache.geometry` is JSON, `hiqcache.page_ids` is ranges.
+text, as safetensors has it; `hiqcache.geometry` is JSON, `hiqcache.page_ids` is ranges. Where K's channels were divided
+by powers of two before they were encoded, `key_exponents` `[layer, head, head_dim]` says by which.
 """
 
 import json
@@ -18,6 +19,7 @@ from hiqcache.representation import BlockLayout
 VERSION = "1"
 """Of this format; changes whenever a reader of the old one would go wrong."""
 PADDING = "padding"
+EXPONENTS = "key_exponents"
 OCCUPIED, ALL = "occupied", "all"
 """Selections of pages that are no ranges."""
 

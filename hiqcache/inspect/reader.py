@@ -15,8 +15,17 @@ import torch
 from attrs import frozen
 
 from hiqcache import registry
+from hiqcache.exponents import KeyExponents, multiply
 from hiqcache.geometry import HiqcacheError, KVGeometry, Part
-from hiqcache.inspect.format import DTYPES, LARGEST_HEADER, DumpError, Metadata, dumped_sections, tensor_name
+from hiqcache.inspect.format import (
+    DTYPES,
+    EXPONENTS,
+    LARGEST_HEADER,
+    DumpError,
+    Metadata,
+    dumped_sections,
+    tensor_name,
+)
 from hiqcache.representation import HostRepresentation
 
 CHUNK_VALUES = 4 << 20
@@ -60,6 +69,7 @@ class Dump:
         file: its path.
         metadata: what it says of itself.
         sections: the sections of each part, by name.
+        key_exponents: by whose powers of two K's channels were divided before they were encoded.
 
     Raises:
         DumpError: it is damaged, or no dump; the text starts with the path and says what is wrong.
@@ -71,18 +81,30 @@ class Dump:
             header = _header(file)
             text = header.pop("__metadata__", {})
             tensors = {name: _entry(name, entry) for name, entry in header.items()}
+            exponents = tensors.pop(EXPONENTS, None)
             # An axis may have any length where another is 0.
             paged = (shape for _, shape, _ in tensors.values() if len(shape) > 1 and 0 not in shape)
             self.metadata = Metadata.from_text(text, most_pages=max((shape[1] for shape in paged), default=0))
             self.sections = _sections(tensors, self.metadata)
+            if exponents is not None:
+                _require_exponents(exponents[:2], self.geometry)
             self._tensors = safetensors.safe_open(file, framework="pt")
             self._tensors.__enter__()
+            self.key_exponents = self._key_exponents(exponents is not None)
         except DumpError as error:
             raise DumpError(f"{file}: {error}") from error
         except OSError as error:
             raise DumpError(f"{file}: {error.strerror or error}") from error
         except safetensors.SafetensorError as error:
             raise DumpError(f"{file}: safetensors cannot open it: {error}") from error
+
+    def _key_exponents(self, stored: bool) -> KeyExponents:
+        if not stored:
+            return KeyExponents.none(self.geometry)
+        try:
+            return KeyExponents(self._tensors.get_tensor(EXPONENTS))
+        except ValueError as error:
+            raise DumpError(f"tensor {EXPONENTS!r}: {error}") from error
 
     @property
     def geometry(self) -> KVGeometry:
@@ -168,6 +190,8 @@ class Dump:
             layout.view(blocks, name).copy_(values)
         out = torch.empty(count, geometry.page_size, geometry.heads, geometry.dim(part), dtype=geometry.dtype)
         representation.decode(blocks, part, out)
+        if part is Part.K and self.key_exponents.any:
+            multiply(out, self.key_exponents.factors(out.device)[layer])
         return out
 
 
@@ -246,6 +270,12 @@ def _entry(name: str, entry: object) -> tuple[torch.dtype, tuple[int, ...], tupl
                 )
             return DTYPES[dtype], tuple(shape), (begin, end)
     raise DumpError(f"tensor {name!r} is not described as safetensors does: {str(entry)[:80]}")
+
+
+def _require_exponents(found: tuple[torch.dtype, tuple[int, ...]], geometry: KVGeometry) -> None:
+    wanted = torch.int8, (geometry.layers, geometry.heads, geometry.head_dim)
+    if found != wanted:
+        raise DumpError(f"tensor {EXPONENTS!r} is {found[0]} {list(found[1])}; the metadata's geometry has {wanted}")
 
 
 def _sections(

@@ -16,8 +16,10 @@ import torch
 from attrs import field, frozen, validators
 
 from hiqcache.arena import ArenaShape, HostArena
+from hiqcache.exponents import KeyExponents
 from hiqcache.inspect.format import (
     DTYPES,
+    EXPONENTS,
     LARGEST_HEADER,
     PAGE_IDS,
     DumpError,
@@ -249,22 +251,26 @@ def _size(count: int) -> str:
     return f"{count:,} bytes ({count / 1e9:.2f} GB)"
 
 
-def dump_tensors(shape: ArenaShape, pages: int) -> list[TensorSpec]:
-    """What a dump of so many pages of an arena holds.
+def dump_tensors(shape: ArenaShape, pages: int, exponents: KeyExponents | None = None) -> list[TensorSpec]:
+    """What a dump of so many pages of an arena, encoded with such exponents, holds.
 
     Raises:
         DumpError: safetensors has no name for a section's element type.
     """
-    return [
+    sections = [
         TensorSpec(tensor_name(part, name), layout[name].dtype, (shape.layers, pages, *layout[name].shape))
         for part, layout in shape.layouts.items()
         for name in dumped_sections(layout)
     ]
+    if exponents is None or not exponents.any:
+        return sections
+    return [TensorSpec(EXPONENTS, exponents.values.dtype, exponents.values.shape), *sections]
 
 
 def write_pages(
-    writer: SafetensorsWriter, arena: HostArena, metadata: Metadata, progress: Callable[[int], None]
-) -> None:
+    writer: SafetensorsWriter, arena: HostArena, metadata: Metadata, progress: Callable[[int], None],
+    exponents: KeyExponents | None = None,
+) -> None:  # fmt: skip
     """Copy pages from an arena to a file of `dump_tensors`, and wait until they are on the disk.
 
     Args:
@@ -272,12 +278,15 @@ def write_pages(
         arena: nobody writes to these pages meanwhile.
         metadata: names the pages.
         progress: told how many pages are written, every now and then.
+        exponents: as for `dump_tensors`.
 
     Raises:
         DumpError: the disk is full, or fails.
     """
     shape, ids = arena.shape, metadata.page_ids
     writer.begin({**metadata.without_page_ids(), PAGE_IDS: ranges_in_pieces(ids)})
+    if exponents is not None and exponents.any:
+        writer.write(EXPONENTS, exponents.values)
     page_bytes = shape.layers * max(layout.block_bytes for layout in shape.layouts.values())
     step = max(1, CHUNK_BYTES // page_bytes)
     for first in range(0, len(ids), step):
@@ -292,7 +301,7 @@ def write_pages(
     writer.finish()
 
 
-def dump_arena(arena: HostArena, metadata: Metadata, file: Path) -> None:
+def dump_arena(arena: HostArena, metadata: Metadata, file: Path, exponents: KeyExponents | None = None) -> None:
     """Write a dump of `metadata.page_ids` from first to last.
 
     Raises:
@@ -302,6 +311,6 @@ def dump_arena(arena: HostArena, metadata: Metadata, file: Path) -> None:
         raise DumpError("there is no page to dump")
     if (last := int(metadata.page_ids[-1])) >= arena.shape.pages:
         raise DumpError(f"there is no page {last}; the pool's are 0 to {arena.shape.pages - 1}")
-    with SafetensorsWriter(file, dump_tensors(arena.shape, len(metadata.page_ids))) as writer:
-        write_pages(writer, arena, metadata, lambda pages: None)
+    with SafetensorsWriter(file, dump_tensors(arena.shape, len(metadata.page_ids), exponents)) as writer:
+        write_pages(writer, arena, metadata, lambda pages: None, exponents)
         writer.commit()

@@ -171,7 +171,8 @@ class LiveDump:
             self._bytes, self._written = writer.total_bytes, written
 
         page_ids = torch.from_numpy(np.flatnonzero(pages.numpy()))
-        write_pages(writer, self._pool.arena, _metadata(self._pool, page_ids, tp_rank), progress)
+        metadata = _metadata(self._pool, page_ids, tp_rank)
+        write_pages(writer, self._pool.arena, metadata, progress, self._pool.key_exponents)
 
 
 def handle(original: Callable, scheduler: Any, request: DumperControlReqInput) -> None:
@@ -211,7 +212,7 @@ def _start(scheduler: Any, body: Mapping[str, Any]) -> dict[str, Any]:
         raise DumpError("L2 holds no page yet")
     writer, failure = None, None
     try:
-        writer = SafetensorsWriter(file, dump_tensors(pool.arena.shape, count))
+        writer = SafetensorsWriter(file, dump_tensors(pool.arena.shape, count, pool.key_exponents))
         ranks_here = parallel.tp_size // parallel.nnodes
         require_room(file.parent, ranks_here * writer.total_bytes)
     except Exception as error:  # whatever it is, the other ranks wait to hear of it
