@@ -28,7 +28,7 @@ from typing import Any
 import click
 import numpy as np
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 from key_biases import DIM, PLACES, Sample
 from nvfp4.hiqcache_nvfp4 import NVFP4
 from quality_report import estimate, kl, table
@@ -219,6 +219,11 @@ class Format:
         codec = self.codecs[place.part is Part.V]
         return codec.decode(codec.encode(x)) if isinstance(codec, Rotated) else codec(x, place)
 
+    def wider(self) -> "Format":
+        """Scales of whole heads as heads of 128 would have them."""
+        k, v = (codec.wider() if isinstance(codec, Rotated) else codec for codec in self.codecs)
+        return evolve(self, codecs=(k, v))
+
 
 def a_head(levels: int, mantissa_bits: int, largest: float | None = None) -> Rotated:
     return Rotated(Grid(levels, None, mantissa_bits, largest))
@@ -334,7 +339,8 @@ def run(folder: Path | None, file: Path, count: int, out: Path) -> None:
     dim = channels[0][Part.K].shape[-1]
     if dim & (dim - 1):
         raise click.ClickException(f"heads of {dim} values; allowed: powers of two, for the rotations (--model)")
-    codecs = {name: each.code for name, each in (VARIANTS | FORMATS).items()}
+    codecs = {name: each.code for name, each in VARIANTS.items()}
+    codecs |= {name: each.wider().code for name, each in FORMATS.items()}
     measured: dict[str, list[float]] = {name: [] for name in codecs}
     wrong: dict[str, dict[str, Any]] = {name: {"once": 0.0, "twice": 0.0} for name in VARIANTS}
     repeated: dict[str, dict[int, Any]] = {name: dict.fromkeys(TRIPS, 0.0) for name in FORMATS}

@@ -3,15 +3,15 @@
 import math
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 
 FARTHEST = 3
 """A group's exponent lies this far below that of its head's largest group at most, so that 2 bits of a byte hold it."""
 WIDER = {64: 1.087}
 """Root mean square of the largest of 128 normal numbers over that of so many.
 
-Bytes are stated for heads of 128. Where a scale is for a whole head of 64, its largest magnitude is taken for so much
-larger, as a head of 128 would have it; otherwise that scale would look better than it is.
+Bytes are stated for heads of 128. A scale for a whole head of 64 would look better than it is, so `Grid.wider` takes
+the head's largest magnitude for so much larger, as a head of 128 would have it.
 """
 
 
@@ -54,6 +54,7 @@ class Grid:
         group: neighbouring values with one scale; None for the whole head.
         mantissa_bits: of a scale.
         largest: steps of the largest magnitude; None for those of the outermost number, (levels - 1) / 2.
+        wider: scales of whole heads as of heads of 128; further trips then are not what they would be.
         offset: the numbers may lie `z` = -4 to 3 steps lower. Then s is about the group's range / (levels - 1), and of
             eight pairs of s and z next to the middle the one with the least squared error is taken.
     """
@@ -63,6 +64,7 @@ class Grid:
     mantissa_bits: int
     largest: float | None = None
     offset: bool = False
+    wider: bool = False
 
     def encode(self, y: torch.Tensor) -> torch.Tensor:
         """Codes, scales and offsets `[..., groups, size + 2]` of `[..., dim]`; float32, which holds each exactly."""
@@ -70,7 +72,7 @@ class Grid:
         if self.offset:
             return self._searched(groups)
         largest = groups.abs().amax(-1, keepdim=True)
-        if self.group is None:
+        if self.group is None and self.wider:
             largest = largest * WIDER.get(y.shape[-1], 1.0)
         scales = coarse(largest / (self.largest or (self.levels - 1) / 2), self.mantissa_bits)
         if self.group is not None:
@@ -107,6 +109,9 @@ class Rotated:
     """Heads turned by a Hadamard matrix, put on a grid, turned back and rounded to BF16."""
 
     grid: Grid
+
+    def wider(self) -> "Rotated":
+        return evolve(self, grid=evolve(self.grid, wider=True))
 
     def encode(self, x: torch.Tensor) -> torch.Tensor:
         return self.grid.encode(x @ hadamard(x))
