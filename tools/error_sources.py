@@ -229,8 +229,8 @@ def a_head(levels: int, mantissa_bits: int, largest: float | None = None) -> Rot
     return Rotated(Grid(levels, None, mantissa_bits, largest))
 
 
-def groups_of(size: int, levels: int, offset: bool = False) -> Rotated:
-    return Rotated(Grid(levels, size, 3 if levels <= 16 else 4, offset=offset))
+def groups_of(size: int, levels: int, mantissa_bits: int = 3, **kind: bool) -> Rotated:
+    return Rotated(Grid(levels, size, mantissa_bits, **kind))
 
 
 FORMATS = {
@@ -240,13 +240,24 @@ FORMATS = {
         "K 6 bits with a BF16 scale a head, V 4 bits in groups of 32", 1336, (a_head(63, 7), groups_of(32, 15))
     ),
     "k6v4": Format("the same, codes half a step beside 0", 1336, (a_head(64, 5), groups_of(32, 16))),
-    "k6v4, offset": Format("the same, V's numbers moved and searched", 1336, (a_head(64, 5), groups_of(32, 16, True))),
-    "k5v5": Format("5 bits, groups of 64", 1328, (groups_of(64, 32), groups_of(64, 32))),
+    "k6v4, groups": Format("the same, K in groups of 64", 1344, (groups_of(64, 64, 5), groups_of(32, 16))),
+    "k6v4, signed": Format(
+        "the same, V's scales have a sign", 1344, (groups_of(64, 64, 5), groups_of(32, 16, signed=True))
+    ),
+    "k6v4, offset": Format(
+        "the same, V's numbers moved and searched", 1344, (groups_of(64, 64, 5), groups_of(32, 16, offset=True))
+    ),
+    "k5v5": Format("5 bits, groups of 64", 1328, (groups_of(64, 32, 4), groups_of(64, 32, 4))),
     "k5v4": Format("K 5 bits, V 4, a BF16 scale a head", 1184, (a_head(32, 4), a_head(16, 3))),
     "k5v4, small": Format("the same, a one-byte scale a head", 1168, (a_head(32, 3, 15.94), a_head(16, 3))),
     "int4, 0 is a code": Format("4 bits, groups of 16", 1168, (groups_of(16, 15), groups_of(16, 15))),
     "int4": Format("the same, codes half a step beside 0", 1168, (groups_of(16, 16), groups_of(16, 16))),
-    "int4, offset": Format("the same, moved and searched", 1168, (groups_of(16, 16, True), groups_of(16, 16, True))),
+    "int4, signed": Format(
+        "the same, scales have a sign", 1168, (groups_of(16, 16, signed=True), groups_of(16, 16, signed=True))
+    ),
+    "int4, offset": Format(
+        "the same, moved and searched", 1168, (groups_of(16, 16, offset=True), groups_of(16, 16, offset=True))
+    ),
     "nvfp4": Format("TensorRT-LLM's cold pages", 1152, (through(NVFP4), through(NVFP4))),
 }
 TRIPS = (1, 2, 8)

@@ -54,6 +54,8 @@ class Grid:
         group: neighbouring values with one scale; None for the whole head.
         mantissa_bits: of a scale.
         largest: steps of the largest magnitude; None for those of the outermost number, (levels - 1) / 2.
+        signed: the scale has a sign, and the largest magnitude is the outermost number, -levels / 2 steps; 0 is one of
+            the numbers.
         wider: scales of whole heads as of heads of 128; further trips then are not what they would be.
         offset: the numbers may lie `z` = -4 to 3 steps lower. Then s is about the group's range / (levels - 1), and of
             eight pairs of s and z next to the middle the one with the least squared error is taken.
@@ -63,6 +65,7 @@ class Grid:
     group: int | None
     mantissa_bits: int
     largest: float | None = None
+    signed: bool = False
     offset: bool = False
     wider: bool = False
 
@@ -71,13 +74,20 @@ class Grid:
         groups = y.unflatten(-1, (-1, min(self.group or y.shape[-1], y.shape[-1])))
         if self.offset:
             return self._searched(groups)
-        largest = groups.abs().amax(-1, keepdim=True)
+        high, low = groups.amax(-1, keepdim=True), groups.amin(-1, keepdim=True)
+        largest = torch.maximum(high, -low)
         if self.group is None and self.wider:
             largest = largest * WIDER.get(y.shape[-1], 1.0)
-        scales = coarse(largest / (self.largest or (self.levels - 1) / 2), self.mantissa_bits)
+        outermost = self.levels / 2 if self.signed else (self.levels - 1) / 2
+        scales = coarse(largest / (self.largest or outermost), self.mantissa_bits)
+        fine = scales
         if self.group is not None:
             scales = near_the_largest(scales)
-        return self._codes(groups, scales, torch.zeros_like(scales))
+        if not self.signed:
+            return self._codes(groups, scales, torch.zeros_like(scales))
+        # Not where a scale was raised: there no value need be the outermost, and a tie would turn the sign again.
+        signs = torch.where((high > -low) & (scales == fine), -1.0, 1.0)
+        return self._codes(groups, signs * scales, torch.full_like(scales, 0.5))
 
     def decode(self, coded: torch.Tensor) -> torch.Tensor:
         """`[..., dim]` of what `encode` gave."""
