@@ -226,12 +226,22 @@ class Format:
 
 
 def a_head(levels: int, mantissa_bits: int, largest: float | None = None) -> Rotated:
-    return Rotated(Grid(levels, None, mantissa_bits, largest))
+    return Rotated(Grid(levels, None, mantissa_bits, largest=largest))
 
 
-def groups_of(size: int, levels: int, mantissa_bits: int = 3, **kind: bool) -> Rotated:
-    return Rotated(Grid(levels, size, mantissa_bits, **kind))
+def groups_of(size: int, levels: int, **more: Any) -> Rotated:
+    """Of 4 bits as int4 would have them, unless `more` says otherwise."""
+    return Rotated(Grid(levels, size, **{"mantissa_bits": 3, **more}))
 
+
+K6_GROUPS = groups_of(64, 64, mantissa_bits=5, farthest=1)
+"""Exponents lie closer than with 4 bits, or the rounding of a large group would move codes of a small one."""
+
+
+K5_GROUPS = groups_of(64, 32, mantissa_bits=4)
+K5_SMALL = a_head(32, 3, largest=15.89)
+"""A scale of 3 mantissa bits is off by 1/17 at most. With 15.5 steps to the largest value it could fall short of the
+outermost code, and a second trip would find another scale. With 15.89 it never does."""
 
 FORMATS = {
     "fp8_e4m3": Format("e4m3 without a scale", 2048, (fp8, fp8)),
@@ -240,16 +250,14 @@ FORMATS = {
         "K 6 bits with a BF16 scale a head, V 4 bits in groups of 32", 1336, (a_head(63, 7), groups_of(32, 15))
     ),
     "k6v4": Format("the same, codes half a step beside 0", 1336, (a_head(64, 5), groups_of(32, 16))),
-    "k6v4, groups": Format("the same, K in groups of 64", 1344, (groups_of(64, 64, 5), groups_of(32, 16))),
-    "k6v4, signed": Format(
-        "the same, V's scales have a sign", 1344, (groups_of(64, 64, 5), groups_of(32, 16, signed=True))
-    ),
+    "k6v4, groups": Format("the same, K in groups of 64", 1344, (K6_GROUPS, groups_of(32, 16))),
+    "k6v4, signed": Format("the same, V's scales have a sign", 1344, (K6_GROUPS, groups_of(32, 16, signed=True))),
     "k6v4, offset": Format(
-        "the same, V's numbers moved and searched", 1344, (groups_of(64, 64, 5), groups_of(32, 16, offset=True))
+        "the same, V's numbers moved and searched", 1344, (K6_GROUPS, groups_of(32, 16, offset=True))
     ),
-    "k5v5": Format("5 bits, groups of 64", 1328, (groups_of(64, 32, 4), groups_of(64, 32, 4))),
+    "k5v5": Format("5 bits, groups of 64", 1328, (K5_GROUPS, K5_GROUPS)),
     "k5v4": Format("K 5 bits, V 4, a BF16 scale a head", 1184, (a_head(32, 4), a_head(16, 3))),
-    "k5v4, small": Format("the same, a one-byte scale a head", 1168, (a_head(32, 3, 15.94), a_head(16, 3))),
+    "k5v4, small": Format("the same, a one-byte scale a head", 1168, (K5_SMALL, a_head(16, 3))),
     "int4, 0 is a code": Format("4 bits, groups of 16", 1168, (groups_of(16, 15), groups_of(16, 15))),
     "int4": Format("the same, codes half a step beside 0", 1168, (groups_of(16, 16), groups_of(16, 16))),
     "int4, signed": Format(
@@ -374,10 +382,10 @@ def run(folder: Path | None, file: Path, count: int, out: Path) -> None:
             size_repeated += squares(rows)
             for name, each in FORMATS.items():
                 trip = rows
-                for number in range(1, max(TRIPS) + 1):
+                for trips in range(1, max(TRIPS) + 1):
                     trip = coded(trip, each.code, channels)
-                    if number in TRIPS:
-                        repeated[name][number] += squares(trip, rows)
+                    if trips in TRIPS:
+                        repeated[name][trips] += squares(trip, rows)
                 for part, codec in zip(Part, each.codecs, strict=True):
                     if isinstance(codec, Rotated):
                         moved[name][part] += [changed(codec, parts[part]) for parts in rows]

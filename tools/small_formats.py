@@ -5,8 +5,6 @@ import math
 import torch
 from attrs import evolve, frozen
 
-FARTHEST = 3
-"""A group's exponent lies this far below that of its head's largest group at most, so that 2 bits of a byte hold it."""
 WIDER = {64: 1.087}
 """Root mean square of the largest of 128 normal numbers over that of so many.
 
@@ -34,10 +32,10 @@ def coarse(x: torch.Tensor, mantissa_bits: int, steps: int = 0) -> torch.Tensor:
     return (bits << dropped).view(torch.float32)
 
 
-def near_the_largest(scales: torch.Tensor) -> torch.Tensor:
-    """`[..., groups, 1]` raised to the power of two that is `FARTHEST` below that of the head's largest."""
+def near_the_largest(scales: torch.Tensor, farthest: int) -> torch.Tensor:
+    """`[..., groups, 1]` raised to the power of two that is `farthest` below that of the head's largest."""
     top = scales.amax(-2, keepdim=True).view(torch.int32) >> 23 << 23
-    return torch.maximum(scales, top.view(torch.float32) * 2.0**-FARTHEST)
+    return torch.maximum(scales, top.view(torch.float32) * 2.0**-farthest)
 
 
 @frozen
@@ -53,6 +51,7 @@ class Grid:
         levels: numbers that a code tells apart.
         group: neighbouring values with one scale; None for the whole head.
         mantissa_bits: of a scale.
+        farthest: a group's exponent lies this far below that of its head's largest at most, so few bits hold it.
         largest: steps of the largest magnitude; None for those of the outermost number, (levels - 1) / 2.
         signed: the scale has a sign, and the largest magnitude is the outermost number, -levels / 2 steps; 0 is one of
             the numbers.
@@ -64,6 +63,7 @@ class Grid:
     levels: int
     group: int | None
     mantissa_bits: int
+    farthest: int = 3
     largest: float | None = None
     signed: bool = False
     offset: bool = False
@@ -82,7 +82,7 @@ class Grid:
         scales = coarse(largest / (self.largest or outermost), self.mantissa_bits)
         fine = scales
         if self.group is not None:
-            scales = near_the_largest(scales)
+            scales = near_the_largest(scales, self.farthest)
         if not self.signed:
             return self._codes(groups, scales, torch.zeros_like(scales))
         # Not where a scale was raised: there no value need be the outermost, and a tie would turn the sign again.
@@ -102,7 +102,8 @@ class Grid:
         high, low = groups.amax(-1, keepdim=True), groups.amin(-1, keepdim=True)
         found, least = None, None
         for steps in (-1, 0, 1, 2):
-            scales = near_the_largest(coarse((high - low) / (self.levels - 1), self.mantissa_bits, steps))
+            scales = coarse((high - low) / (self.levels - 1), self.mantissa_bits, steps)
+            scales = near_the_largest(scales, self.farthest)
             for more in (0, 1):
                 offsets = (((high + low) / -2 / scales).floor() + more).clamp(-4, 3)
                 coded = self._codes(groups, scales, offsets)
