@@ -17,6 +17,7 @@ import error_sources
 import numpy as np
 import pytest
 import quality
+import small_formats
 import tiny_model
 import torch
 from attrs import evolve
@@ -25,6 +26,7 @@ from quality import Client, NotMeasured, Plan, Run
 from quality_report import Arm, Greedy, Score, agreeing, bars, compared, divergence, estimate, summarise, summary
 from quality_texts import SOURCES, Prompt, Prompts, _Text
 from rich.progress import Progress
+from small_formats import Grid, Rotated
 
 from hiqcache.geometry import HiqcacheError, Part
 
@@ -187,9 +189,10 @@ def test_the_sentences_of_the_page_are_those_of_the_results():
 
     assert "KL is {:.2f} times ({:.2f} to {:.2f}) that of computing".format(*ratio("int8", "recomputed")) in page
     assert "changes {:.1f} times as much** ({:.1f} to {:.1f})".format(*ratio("fp8", "int8")) in page
-    assert [each["sha256"] for each in study["prompts"]] == [each["sha256"] for each in served["prompts"][:48]]
+    count = len(study["prompts"])
+    assert [each["sha256"] for each in study["prompts"]] == [each["sha256"] for each in served["prompts"][:count]]
     assert f"{1e4 * np.mean(study['variants']['int8']['kl_by_prompt']):.2f}e-4 nats, a sixth" in page
-    assert f"on the same prompts ({1e4 * kl['int8'][:48].mean():.2f}e-4)" in page
+    assert f"on the same prompts ({1e4 * kl['int8'][:count].mean():.2f}e-4)" in page
     assert f"({served['arms']['int8 twice']['encoded_per_restored']:.3f} in the run below)" in page
     files = {each["origin"].split(", ")[1] for each in served["prompts"]}
     assert f"from {len(files)} files" in page
@@ -540,7 +543,113 @@ def test_variants_of_the_format():
     assert lost["Hadamard"] < 0.5 * lost["int8"] == pytest.approx(0.15)
 
 
-def test_a_study_of_a_small_model(tiny, tmp_path):
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("levels", [15, 16, 64])
+def test_a_grid_has_the_error_of_its_step(levels):
+    y = normal(4000, 128)
+    grid = Grid(levels, 32, 7)
+    coded = grid.encode(y)
+    wrong = grid.decode(coded) - y
+    steps = coded[..., -2]
+    assert float(wrong.square().mean()) == pytest.approx(float(steps.square().mean() / 12), rel=0.05)
+    assert (wrong.unflatten(-1, (-1, 32)).abs() <= 0.51 * steps[..., None]).all()
+    assert coded[..., :-2].unique().tolist() == list(range(levels))
+    largest = y.unflatten(-1, (-1, 32)).abs().amax(-1)
+    assert (steps / (largest / ((levels - 1) / 2)) - 1).abs().max() <= 2**-8
+    assert (grid.decode(grid.encode(torch.zeros(1, 128))).abs() < 2.0**-90).all()
+
+
+def test_a_small_group_has_a_scale_near_the_largest():
+    y = torch.cat([normal(100, 16), 0.01 * normal(100, 16, seed=1)], dim=-1)
+    scales = Grid(16, 16, 3).encode(y)[..., -2]
+    assert torch.equal(scales[:, 1], 2.0 ** (scales[:, 0].log2().floor() - 3))
+
+
+def test_the_largest_of_a_head_of_128():
+    largest = [normal(40_000, dim).abs().amax(-1).square().mean().sqrt() for dim in (64, 128)]
+    assert float(largest[1] / largest[0]) == pytest.approx(small_formats.WIDER[64], abs=0.003)
+
+
+def test_what_a_second_trip_changes():
+    x = (3 * normal(4000, 2, 128)).bfloat16().float()
+    x[:2000, :, ::8] += 20 * normal(2000, 2, 16, seed=1).bfloat16().float()  # and some heads with large channels
+    x = x.bfloat16().float()
+    for name in ("k6v4", "k6v4, groups", "k6v4, signed", "k5v5", "k5v4", "k5v4, small", "int4", "int4, signed"):
+        for codec in error_sources.FORMATS[name].codecs:
+            assert isinstance(codec, Rotated)
+            assert small_formats.changed(codec, x) == 0, name
+    (fine, _) = error_sources.FORMATS["k6v4, 0 is a code"].codecs
+    assert isinstance(fine, Rotated)
+    assert 0 < small_formats.changed(fine, x) < 0.2
+
+
+def test_a_signed_scale_has_the_largest_as_the_outermost_number():
+    y = normal(4000, 64)
+    plain, signed = Grid(16, 16, 3), Grid(16, 16, 3, signed=True)
+    coded = signed.encode(y)
+    raised = coded[..., -2].abs() <= 2.0 ** (coded[..., -2].abs().amax(-1, keepdim=True).log2().floor() - 3)
+    groups, codes = y.unflatten(-1, (-1, 16)), coded[..., :-2]
+    outermost = codes.gather(-1, groups.abs().argmax(-1, keepdim=True))[..., 0]
+    assert (outermost[~raised] == 0).all()
+    assert (signed.decode(coded).unflatten(-1, (-1, 16))[codes == 8] == 0).all()
+    error = {grid.signed: float((grid.decode(grid.encode(y)) - y).square().mean()) for grid in (plain, signed)}
+    assert error[True] < 0.95 * error[False]
+
+
+def test_an_offset_takes_the_least_squared_error():
+    y = normal(2000, 64)
+    plain, searched = Grid(16, 16, 3), Grid(16, 16, 3, offset=True)
+    error = {grid.offset: float((grid.decode(grid.encode(y)) - y).square().mean()) for grid in (plain, searched)}
+    assert error[True] < 0.75 * error[False]
+    moved = y.unflatten(-1, (-1, 16)) + 2
+    assert set(searched.encode(moved.flatten(-2))[..., -1].unique().tolist()) <= set(range(-4, 4))
+
+
+@pytest.mark.parametrize(
+    ("name", "bits", "of_a_head"),
+    [
+        ("k6v4", (6, 4), 2),
+        ("k6v4, groups", (6, 4), 2),
+        ("k6v4, signed", (6, 4), 2),
+        ("k5v4", (5, 4), 2),
+        ("k5v4, small", (5, 4), 1),
+        ("k5v5", (5, 5), 2),
+        ("int4", (4, 4), 2),
+        ("int4, signed", (4, 4), 2),
+    ],
+)
+def test_bytes_of_the_candidates(name, bits, of_a_head):
+    """Codes; a scale for a head, or a byte for each group and one for the head."""
+    candidate, total = error_sources.FORMATS[name], 0
+    for codec, width in zip(candidate.codecs, bits, strict=True):
+        assert isinstance(codec, Rotated)
+        assert codec.grid.levels == 2**width
+        total += 8 * (128 * width // 8 + (of_a_head if codec.grid.group is None else 128 // codec.grid.group + 1))
+    assert candidate.bytes == total
+
+
+def test_exponents_of_biased_channels():
+    k = normal(4000, 1, 8)
+    k[..., 1] += 30
+    k[..., 5] += 40  # the other half of its RoPE pair: an amplitude of 50, and 50 / 3 is next to 16
+    assert error_sources.exponents(k).tolist() == [[1, 16, 1, 1, 1, 16, 1, 1]]
+
+
+def test_exponents_bear_biases(monkeypatch):
+    monkeypatch.setattr("key_biases.HEADS", 2)
+    monkeypatch.setattr(error_sources, "BIASES", (0, 151))
+    errors = error_sources.biased(error_sources.FORMATS["k6v4"])
+    for place in ("low", "random"):
+        assert errors["exponents"][place][0] == errors["as it is"][place][0] < 0.12
+        assert errors["exponents"][place][1] < 0.15 < 0.5 < errors["as it is"][place][1]
+
+
+def test_a_study_of_a_small_model(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr("key_biases.HEADS", 2)
+    monkeypatch.setattr(error_sources, "BIASES", (0, 60))
     prompts = some_prompts(6)
     prompts.save(tmp_path / "prompts.json")
     out = tmp_path / "study.json"
@@ -555,6 +664,15 @@ def test_a_study_of_a_small_model(tiny, tmp_path):
     assert 0 < variants["int8"]["kl"][0] < variants["FP8"]["kl"][0]
     assert sum(study["sources"]["k"].values()) == pytest.approx(1)
     assert np.array(study["int8_relative_error"]["k"]).shape == (tiny_model.LAYERS, tiny_model.HEADS)
+    formats = study["formats"]
+    for part in ("k", "v"):
+        error = formats["int4"]["relative_error"][part]
+        assert error["1"] == error["2"] == error["8"]
+        assert formats["int4"]["groups_changed"][part] == 0
+    assert formats["int8 rotated"]["kl"][0] < formats["k6v4"]["kl"][0] < formats["int4"]["kl"][0]
+    for name in formats:
+        assert f"| {name} |" in result.output
+    assert "attention output's error at key biases of 0 / 60" in result.output
     plot = CliRunner().invoke(error_sources.main, ["plot", str(out), "--out", str(tmp_path / "study.svg")])
     assert plot.exit_code == 0, plot.output
     assert "<svg" in (tmp_path / "study.svg").read_text()

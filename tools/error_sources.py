@@ -12,12 +12,15 @@ square), after one trip and after two, and the divergence of the next token's di
 vocabulary, in nats) from that on unchanged BF16 KV. `prompts.json` is that of tools/quality.py.
 
 `int8` here is the format's own code; every other variant is written below, as arithmetic on values: none is a format.
+
+The same for candidates of fewer than 8 bits (`tools/small_formats.py`), with their error after 1, 2 and 8 trips on the
+first prompts, the groups of which a second trip changes a byte, and the error of the attention output on the synthetic
+K with biases of `tools/key_biases.py`: as it is, and with each channel divided by a power of two beforehand.
 """
 
 import json
-import math
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -25,18 +28,22 @@ from typing import Any
 import click
 import numpy as np
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
+from key_biases import DIM, PLACES, Sample
+from nvfp4.hiqcache_nvfp4 import NVFP4
 from quality_report import estimate, kl, table
 from quality_texts import Prompt, Prompts
 from results import Commands, read_result, writable
 from rich.console import Console
 from rich.progress import track
+from small_formats import Grid, Rotated, bf16, changed, hadamard
 
 from hiqcache import sample_model
 from hiqcache.backends.int8 import Int8
 from hiqcache.commands._picture import picture
 from hiqcache.geometry import HiqcacheError, KVGeometry, Part
 from hiqcache.plotting import save
+from hiqcache.representation import HostRepresentation
 
 CALIBRATION = 4
 """Prompts, behind those that are measured, from which the per-channel scales are taken."""
@@ -66,10 +73,6 @@ Codec = Callable[[torch.Tensor, Place], torch.Tensor]
 """`[tokens, heads, dim]` float32 of BF16 numbers -> what comes back, float32."""
 
 
-def bf16(x: torch.Tensor) -> torch.Tensor:
-    return x.bfloat16().float()
-
-
 def grid(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """The multiple of the scale nearest to x, of those that 8 bits hold."""
     return (x / scale).round().clamp(-LEVELS, LEVELS) * scale
@@ -79,14 +82,22 @@ def absmax(x: torch.Tensor) -> torch.Tensor:
     return x.abs().amax(-1, keepdim=True).clamp(min=2.0**-112)
 
 
-def format_itself(x: torch.Tensor, place: Place) -> torch.Tensor:
-    tokens, heads, dim = x.shape
-    int8 = Int8(KVGeometry(layers=1, heads=heads, head_dim=dim, v_head_dim=dim, page_size=1))
-    blocks = x.new_empty(tokens, int8.layouts[place.part].block_bytes, dtype=torch.uint8)
-    out = x.new_empty(tokens, 1, heads, dim, dtype=torch.bfloat16)
-    int8.encode(x.bfloat16()[:, None], place.part, blocks)
-    int8.decode(blocks, place.part, out)
-    return out[:, 0].float()
+def through(cls: type[HostRepresentation]) -> Codec:
+    """A representation's own encode and decode, at page size 1."""
+
+    def code(x: torch.Tensor, place: Place) -> torch.Tensor:
+        tokens, heads, dim = x.shape
+        representation = cls(KVGeometry(layers=1, heads=heads, head_dim=dim, v_head_dim=dim, page_size=1))
+        blocks = x.new_empty(tokens, representation.layouts[place.part].block_bytes, dtype=torch.uint8)
+        out = x.new_empty(tokens, 1, heads, dim, dtype=torch.bfloat16)
+        representation.encode(x.bfloat16()[:, None], place.part, blocks)
+        representation.decode(blocks, place.part, out)
+        return out[:, 0].float()
+
+    return code
+
+
+format_itself = through(Int8)
 
 
 def only(part: Part) -> Codec:
@@ -130,14 +141,6 @@ def per_channel(x: torch.Tensor, place: Place) -> torch.Tensor:
         return format_itself(x, place)
     level = x / place.channels
     return bf16(grid(level, bf16(absmax(level) / LEVELS)) * place.channels)
-
-
-def hadamard(like: torch.Tensor) -> torch.Tensor:
-    """The orthogonal matrix of 1 and -1, scaled, that turns the last axis of `like`; its size is a power of two."""
-    matrix = like.new_ones(1, 1)
-    while len(matrix) < like.shape[-1]:
-        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    return matrix / math.sqrt(len(matrix))
 
 
 def rotated(*parts: Part, group: int | None = None) -> Codec:
@@ -198,6 +201,82 @@ VARIANTS = {
 }
 
 
+@frozen
+class Format:
+    """A candidate for a format of its own.
+
+    Attributes:
+        what: for tables.
+        bytes: of one token in one layer, K and V, with 8 heads x 128 at page size 64.
+        codecs: of K and of V.
+    """
+
+    what: str
+    bytes: int
+    codecs: tuple[Codec | Rotated, Codec | Rotated]
+
+    def code(self, x: torch.Tensor, place: Place) -> torch.Tensor:
+        codec = self.codecs[place.part is Part.V]
+        return codec.decode(codec.encode(x)) if isinstance(codec, Rotated) else codec(x, place)
+
+    def wider(self) -> "Format":
+        """Scales of whole heads as heads of 128 would have them."""
+        k, v = (codec.wider() if isinstance(codec, Rotated) else codec for codec in self.codecs)
+        return evolve(self, codecs=(k, v))
+
+
+def a_head(levels: int, mantissa_bits: int, largest: float | None = None) -> Rotated:
+    return Rotated(Grid(levels, None, mantissa_bits, largest=largest))
+
+
+def groups_of(size: int, levels: int, **more: Any) -> Rotated:
+    """Of 4 bits as int4 would have them, unless `more` says otherwise."""
+    return Rotated(Grid(levels, size, **{"mantissa_bits": 3, **more}))
+
+
+K6_GROUPS = groups_of(64, 64, mantissa_bits=5, farthest=1)
+"""Exponents lie closer than with 4 bits, or the rounding of a large group would move codes of a small one."""
+
+
+K5_GROUPS = groups_of(64, 32, mantissa_bits=4)
+K5_SMALL = a_head(32, 3, largest=15.89)
+"""A scale of 3 mantissa bits is off by 1/17 at most. With 15.5 steps to the largest value it could fall short of the
+outermost code, and a second trip would find another scale. With 15.89 it never does."""
+
+FORMATS = {
+    "fp8_e4m3": Format("e4m3 without a scale", 2048, (fp8, fp8)),
+    "int8 rotated": Format("8 bits, a BF16 scale a head", 2080, (rotated(*Part), rotated(*Part))),
+    "k6v4, 0 is a code": Format(
+        "K 6 bits with a BF16 scale a head, V 4 bits in groups of 32", 1336, (a_head(63, 7), groups_of(32, 15))
+    ),
+    "k6v4": Format("the same, codes half a step beside 0", 1336, (a_head(64, 5), groups_of(32, 16))),
+    "k6v4, groups": Format("the same, K in groups of 64", 1344, (K6_GROUPS, groups_of(32, 16))),
+    "k6v4, signed": Format("the same, V's scales have a sign", 1344, (K6_GROUPS, groups_of(32, 16, signed=True))),
+    "k6v4, offset": Format(
+        "the same, V's numbers moved and searched", 1344, (K6_GROUPS, groups_of(32, 16, offset=True))
+    ),
+    "k5v5": Format("5 bits, groups of 64", 1328, (K5_GROUPS, K5_GROUPS)),
+    "k5v4": Format("K 5 bits, V 4, a BF16 scale a head", 1184, (a_head(32, 4), a_head(16, 3))),
+    "k5v4, small": Format("the same, a one-byte scale a head", 1168, (K5_SMALL, a_head(16, 3))),
+    "int4, 0 is a code": Format("4 bits, groups of 16", 1168, (groups_of(16, 15), groups_of(16, 15))),
+    "int4": Format("the same, codes half a step beside 0", 1168, (groups_of(16, 16), groups_of(16, 16))),
+    "int4, signed": Format(
+        "the same, scales have a sign", 1168, (groups_of(16, 16, signed=True), groups_of(16, 16, signed=True))
+    ),
+    "int4, offset": Format(
+        "the same, moved and searched", 1168, (groups_of(16, 16, offset=True), groups_of(16, 16, offset=True))
+    ),
+    "nvfp4": Format("TensorRT-LLM's cold pages", 1152, (through(NVFP4), through(NVFP4))),
+}
+TRIPS = (1, 2, 8)
+REPEATED = 4
+"""Prompts whose KV makes more than one trip through `FORMATS`."""
+BATCH = 6
+"""Codecs whose KV is continued at once."""
+BIASES = (0, 60, 151, 600)
+"""Of key biases, in standard deviations of the other channels."""
+
+
 # The model. ---------------------------------------------------------------------------------------------------------
 
 Rows = list[dict[Part, torch.Tensor]]
@@ -229,16 +308,16 @@ class Model:
             for layer in cache.layers
         ]
 
-    def logprobs(self, rows: Rows, continuation: Sequence[int]) -> torch.Tensor:
-        """`[positions, vocabulary]`: after each token of a continuation, on top of given KV."""
+    def logprobs(self, several: Sequence[Rows], continuation: Sequence[int]) -> torch.Tensor:
+        """`[KV, positions, vocabulary]`: after each token of a continuation, on top of several texts' KV."""
         from transformers import DynamicCache
 
         cache = DynamicCache()
-        for layer, parts in enumerate(rows):
-            k, v = (parts[part].transpose(0, 1)[None] for part in Part)
+        for layer in range(len(several[0])):
+            k, v = (torch.stack([rows[layer][part].transpose(0, 1) for rows in several]) for part in Part)
             cache.update(k, v, layer)
-        tokens = torch.tensor([continuation], device=self.device)
-        return self.model(tokens, past_key_values=cache).logits[0].log_softmax(-1)
+        tokens = torch.tensor([continuation], device=self.device).expand(len(several), -1)
+        return self.model(tokens, past_key_values=cache).logits.log_softmax(-1)
 
 
 def channel_magnitudes(model: Model, prompts: Sequence[Any]) -> list[dict[Part, torch.Tensor]]:
@@ -279,20 +358,37 @@ def run(folder: Path | None, file: Path, count: int, out: Path) -> None:
     dim = channels[0][Part.K].shape[-1]
     if dim & (dim - 1):
         raise click.ClickException(f"heads of {dim} values; allowed: powers of two, for the rotations (--model)")
-    measured: dict[str, list[float]] = {name: [] for name in VARIANTS}
+    codecs = {name: each.code for name, each in VARIANTS.items()}
+    codecs |= {name: each.wider().code for name, each in FORMATS.items()}
+    measured: dict[str, list[float]] = {name: [] for name in codecs}
     wrong: dict[str, dict[str, Any]] = {name: {"once": 0.0, "twice": 0.0} for name in VARIANTS}
+    repeated: dict[str, dict[int, Any]] = {name: dict.fromkeys(TRIPS, 0.0) for name in FORMATS}
+    moved: dict[str, dict[Part, list[float]]] = {name: {part: [] for part in Part} for name in FORMATS}
     size: Any = 0.0
-    for prompt in track(prompts[:count], "measuring", console=Console(stderr=True)):
+    size_repeated: Any = 0.0
+    for number, prompt in enumerate(track(prompts[:count], "measuring", console=Console(stderr=True))):
         rows = model.compute(prompt.prefix)
         continuation = prompt.tokens[prompt.prefix_tokens :]
-        exact = model.logprobs(rows, continuation)
+        (exact,) = model.logprobs([rows], continuation)
         size += squares(rows)
-        for name, variant in VARIANTS.items():
-            once = coded(rows, variant.code, channels)
-            other = model.logprobs(once, continuation)
-            measured[name].append(float((exact.exp() * (exact - other)).sum(-1).mean()))
-            wrong[name]["once"] += squares(once, rows)
-            wrong[name]["twice"] += squares(coded(once, variant.code, channels), rows)
+        for names in batched(codecs):
+            once = {name: coded(rows, codecs[name], channels) for name in names}
+            for name, other in zip(names, model.logprobs(list(once.values()), continuation), strict=True):
+                measured[name].append(float((exact.exp() * (exact - other)).sum(-1).mean()))
+                if name in VARIANTS:
+                    wrong[name]["once"] += squares(once[name], rows)
+                    wrong[name]["twice"] += squares(coded(once[name], codecs[name], channels), rows)
+        if number < REPEATED:
+            size_repeated += squares(rows)
+            for name, each in FORMATS.items():
+                trip = rows
+                for trips in range(1, max(TRIPS) + 1):
+                    trip = coded(trip, each.code, channels)
+                    if trips in TRIPS:
+                        repeated[name][trips] += squares(trip, rows)
+                for part, codec in zip(Part, each.codecs, strict=True):
+                    if isinstance(codec, Rotated):
+                        moved[name][part] += [changed(codec, parts[part]) for parts in rows]
     relative = {name: {trips: np.sqrt(sums / size) for trips, sums in wrong[name].items()} for name in VARIANTS}
     values = {name: np.array(by_prompt) for name, by_prompt in measured.items()}
     result = {
@@ -320,9 +416,67 @@ def run(folder: Path | None, file: Path, count: int, out: Path) -> None:
         },
         "int8_relative_error": {part.value: relative["int8"]["once"][i].tolist() for i, part in enumerate(Part)},
         "sources": sources({name: wrong[name]["once"] for name in VARIANTS}),
+        "formats": {
+            name: {
+                "what": each.what,
+                "bytes": each.bytes,
+                **divergence(values[name], values["int8"]),
+                "relative_error": {
+                    part.value: {
+                        str(trips): float(np.sqrt(sums / size_repeated)[i].mean())
+                        for trips, sums in repeated[name].items()
+                    }
+                    for i, part in enumerate(Part)
+                },
+                "groups_changed": {
+                    part.value: float(np.mean(shares)) if shares else None for part, shares in moved[name].items()
+                },
+                "kl_by_prompt": measured[name],
+            }
+            for name, each in FORMATS.items()
+        },
+        "key_biases": {
+            "biases": list(BIASES),
+            "errors": {name: biased(each) for name, each in FORMATS.items()},
+        },
     }
     out.write_text(json.dumps(result, indent=1) + "\n")
     click.echo(markdown(result))
+
+
+def batched(names: Iterable[str]) -> Iterator[list[str]]:
+    """Lists of `BATCH` names."""
+    names = list(names)
+    return (names[start : start + BATCH] for start in range(0, len(names), BATCH))
+
+
+def exponents(k: torch.Tensor) -> torch.Tensor:
+    """A power of two for each channel of biased K `[tokens, heads, dim]` whose channels spread by 1: `[heads, dim]`.
+
+    2**round(log2(max(1, A / 3))), A the amplitude of the bias of the channel's RoPE pair.
+    """
+    first, second = k.square().mean(0).chunk(2, dim=-1)
+    amplitudes = (first + second - 2).clamp(min=0).sqrt()
+    return (amplitudes / 3).clamp(min=1).log2().round().exp2().repeat(1, 2)
+
+
+def biased(each: Format) -> dict[str, dict[str, list[float]]]:
+    """Relative error of the attention output of `tools/key_biases.py` for each bias, without and with exponents."""
+    errors: dict[str, dict[str, list[float]]] = {}
+    for place in PLACES:
+        samples = [Sample.draw(bias, place, 0) for bias in BIASES]
+        for kind in ("as it is", "exponents"):
+            errors.setdefault(kind, {})[place] = []
+            for sample in samples:
+                k = sample.kv[Part.K].float()
+                divisors = exponents(k) if kind == "exponents" else torch.ones(k.shape[1:])
+
+                def code(values: torch.Tensor, part: Part, divisors: torch.Tensor = divisors) -> torch.Tensor:
+                    by = divisors if part is Part.K else torch.ones(())
+                    return (each.code(values.float() / by, Place(part, 0, torch.ones(DIM))) * by).bfloat16()
+
+                errors[kind][place].append(sample.error(code))
+    return errors
 
 
 def coded(rows: Rows, code: Codec, channels: list[dict[Part, torch.Tensor]]) -> Rows:
@@ -397,8 +551,44 @@ def markdown(result: dict[str, Any]) -> str:
             table(titles, rows),
             table(["squared error of int8", *next(iter(result["sources"].values()))], shares),
             table(["error of int8 by layer and head", "smallest", "median", "largest", "where"], heads),
+            *(below_8_bits(result) if "formats" in result else []),
         ]
     )
+
+
+def below_8_bits(result: dict[str, Any]) -> list[str]:
+    """The tables of `FORMATS`: their KL and error, and what key biases cost."""
+    rows, biased_rows = [], []
+    for name, entry in result["formats"].items():
+        errors = (", ".join(f"{error:.2%}" for error in entry["relative_error"][part.value].values()) for part in Part)
+        shares = [entry["groups_changed"][part.value] for part in Part]
+        again = "-" if None in shares else ", ".join(f"{share:.3%}" for share in shares)
+        ratio = f"{entry['bytes']:,} ({2 * 2048 / entry['bytes']:.2f})"
+        rows.append([name, entry["what"], ratio, kl(entry["kl"]), *errors, again])
+    for name, kinds in result["key_biases"]["errors"].items():
+        cells = (" / ".join(f"{error:.1%}" for error in places[place]) for places in kinds.values() for place in PLACES)
+        biased_rows.append([name, *cells])
+    trips = ", ".join(map(str, TRIPS))
+    biases = " / ".join(map(str, result["key_biases"]["biases"]))
+    titles = [
+        "format",
+        "what",
+        "bytes of 8 x 128, page size 64 (BF16 over it)",
+        "mean KL, 1e-4 nats",
+        f"error of K after {trips} trips",
+        "of V",
+        "groups of K and V that a second trip changes",
+    ]
+    return [
+        table(titles, rows),
+        table(
+            [
+                f"attention output's error at key biases of {biases}",
+                *(f"{place} frequencies{how}" for how in ("", ", exponents") for place in PLACES),
+            ],
+            biased_rows,
+        ),
+    ]
 
 
 @main.command()
