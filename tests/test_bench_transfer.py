@@ -46,3 +46,9 @@ def test_ratios_are_of_the_same_repetitions():
     assert (rows["int8"].ratio, rows["int8"].ratio_range) == (4, (2, 4))
     assert rows["int8"].host_ratio == 0.5
     assert rows["int8"].gb_per_s == pytest.approx(4096 / 5e-3 * 74_880 / 1e9)
+
+
+def test_a_codecs_share_of_the_link():
+    """40,960 bytes a token, 4,096 tokens: 168 MB, 3.05 ms at 55 GB/s."""
+    codec = bench_transfer.Codec("8x128:page_first:64", "int4", "restore", 40_960, 0.61)
+    assert codec.share_of_link({"restore": 55.0, "backup": 1.0}) == pytest.approx(0.2, rel=1e-3)

@@ -1,4 +1,4 @@
-"""How fast KV moves between L1 and L2: SGLang's own BF16 paths against int8 on the CUDA transfer.
+"""How fast KV moves between L1 and L2: SGLang's own BF16 paths against encoded pages on the CUDA transfer.
 
 \b
     python tools/bench_transfer.py --out docs/results/transfer-h200.json
@@ -9,10 +9,10 @@ layer's call, and an event when each layer is done. Each repetition moves other 
 (`shuffled`) or, long `page_first` pages, side by side there (`in order`), as a pool that is not fragmented gives them
 to a prompt; on the GPU they lie anywhere. Beside the rates it reports the host's time to enqueue a transfer, which
 SGLang's scheduler spends, and when the first layer of a restore is ready. The link's ceiling is measured between them
-with copies of 1 GiB. Needs an NVIDIA GPU and SGLang 0.5.23.
+with copies of 1 GiB. The kernels that encode and decode are timed alone too. Needs an NVIDIA GPU and SGLang 0.5.23.
 
-A `--variant` is one more contender with other values for constants of hiqcache/transfer (4K and 16M are bytes, 0.7/0.3
-is a tuple): a sweep, by measurements of one process.
+A `--variant` is one more contender for each representation, with other values for constants of hiqcache/transfer (4K
+and 16M are bytes, 0.7/0.3 is a tuple): a sweep, by measurements of one process.
 """
 
 import contextlib
@@ -46,12 +46,16 @@ from hiqcache.arena import LAYOUTS, ArenaShape, HostArena
 from hiqcache.geometry import KVGeometry
 from hiqcache.plotting import save
 from hiqcache.registry import get
+from hiqcache.registry import names as registered
 from hiqcache.transfer import DeviceRows, EagerTransfer, Transfer, chunks, copy_engine, make_transfer
+from hiqcache.transfer.codec import BlockCodec
 
 CEILING_BYTES = 1 << 30
 WARM_UPS = 2
 BASELINE = "SGLang BF16"
 ORDERS = ("shuffled", "in order")
+CODEC_TOKENS, CODEC_REPEATS = 4096, 15
+"""What the codec's kernels are timed on, without a link."""
 PLACES = ("8x128:page_first:64", "1x128:page_first:64", "8x128:page_first:1", "8x128:layer_first:64")
 
 
@@ -201,14 +205,15 @@ class Bench:
         place: geometry and arrangement.
         layers: of the model.
         slots: tokens that each pool holds.
+        names: representations.
         variants: constants of further contenders, by name.
         pytorch: whether the plain-PyTorch transfer takes part.
         own_staging: whether transfers have no other staging than they allocate, as where `--max-total-tokens` is given.
     """
 
     def __init__(
-        self, place: Place, layers: int, slots: int, variants: Mapping[str, Mapping[str, object]], pytorch: bool,
-        own_staging: bool,
+        self, place: Place, layers: int, slots: int, names: Sequence[str],
+        variants: Mapping[str, Mapping[str, object]], pytorch: bool, own_staging: bool,
     ):  # fmt: skip
         geometry = KVGeometry(
             layers=layers, heads=place.heads, head_dim=place.dim, v_head_dim=place.dim, page_size=place.page_size
@@ -220,17 +225,14 @@ class Bench:
             slots, geometry.page_size, torch.bfloat16, geometry.heads, geometry.head_dim, geometry.layers, "cuda", False
         )
         info = self.device_pool._mha_buffer_info()
-        rows = DeviceRows(info.buffers.k, info.buffers.v)
+        self.rows = rows = DeviceRows(info.buffers.k, info.buffers.v)
         for layer in (*rows.k, *rows.v):
             layer.normal_()
         bf16 = MHATokenToKVPoolHost(
             info, 1.0, 0, geometry.page_size, layout,
             device_capacity_tokens=slots, start_layer=0, end_layer=geometry.layers - 1, host_token_capacity=slots,
         )  # fmt: skip
-        representation = get("int8")(geometry)
-        shape = ArenaShape.of(representation, slots // geometry.page_size, layout)
-        buffer = alloc_with_host_register((shape.total_bytes,), torch.uint8, "cpu", True, HostTensorAllocator())
-        self.arena = HostArena(shape, buffer)
+        self.arenas: dict[str, HostArena] = {}
         staging = [tensor for tensor in (bf16.staging_k_buffer, bf16.staging_v_buffer) if tensor is not None]
         staging = [] if own_staging else staging
         cpu, cuda = torch.device("cpu"), rows.device
@@ -240,15 +242,22 @@ class Bench:
             )
         ]
 
-        def add(name: str, transfer: Transfer, values: Mapping[str, object]) -> None:
+        def add(name: str, bytes_per_token: int, transfer: Transfer, values: Mapping[str, object]) -> None:
             where, pool = transfer.host_indices_device, TransferPool(transfer)
-            self.contenders.append(Contender(name, representation.bytes_per_token(), pool, where, where, values))
+            self.contenders.append(Contender(name, bytes_per_token, pool, where, where, values))
 
-        if pytorch:
-            add("int8, PyTorch", EagerTransfer(representation, self.arena, rows), {})
-        for name, values in {"int8": {}, **variants}.items():
-            with constants(values):
-                add(name, make_transfer(representation, self.arena, rows, staging), values)
+        for name in names:
+            representation = get(name)(geometry)
+            shape = ArenaShape.of(representation, slots // geometry.page_size, layout)
+            buffer = alloc_with_host_register((shape.total_bytes,), torch.uint8, "cpu", True, HostTensorAllocator())
+            arena = self.arenas[name] = HostArena(shape, buffer)
+            size = representation.bytes_per_token()
+            if pytorch:
+                add(f"{name}, PyTorch", size, EagerTransfer(representation, arena, rows), {})
+            for text, values in {"": {}, **variants}.items():
+                with constants(values):
+                    add(f"{name}, {text}" if text else name, size,
+                        make_transfer(representation, arena, rows, staging), values)  # fmt: skip
         self._bf16 = bf16
         # Real data everywhere, so that no restore reads pages that nobody wrote.
         everything = torch.arange(slots)
@@ -259,7 +268,32 @@ class Bench:
     def close(self) -> None:
         """Unpin the host pools."""
         self._bf16.destroy()
-        _cuda_host_unregister(self.arena.buffer)
+        for arena in self.arenas.values():
+            _cuda_host_unregister(arena.buffer)
+
+    def codecs(self) -> Iterator["Codec"]:
+        """The kernels of each representation alone, over `CODEC_TOKENS` of all layers at once."""
+        geometry, pages = self.geometry, CODEC_TOKENS // self.geometry.page_size
+        layers, stream = range(geometry.layers), torch.cuda.current_stream()
+        for name, arena in self.arenas.items():
+            codec = BlockCodec(get(name)(geometry), arena.shape, self.rows)
+            staging = torch.empty(
+                pages * len(layers) * arena.shape.cell_bytes, dtype=torch.uint8, device=self.rows.device
+            )
+            took: dict[str, list[float]] = {"backup": [], "restore": []}
+            for repeat in range(-WARM_UPS, CODEC_REPEATS):
+                slots = self._slots(CODEC_TOKENS, "shuffled").cuda().view(pages, -1)
+                for direction, code in (("backup", codec.encode), ("restore", codec.decode)):
+                    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                    start.record()
+                    code(slots, layers, staging, stream)
+                    end.record()
+                    torch.cuda.synchronize()
+                    if repeat >= 0:
+                        took[direction].append(start.elapsed_time(end))
+            size = get(name)(geometry).bytes_per_token()
+            for direction, times in took.items():
+                yield Codec(str(self.place), name, direction, size, statistics.median(times))
 
     def run(self, order: str, tokens: int, repeats: int) -> Iterator[Sample]:
         """Backups and restores of `tokens` by every contender, shuffled; the first `WARM_UPS` rounds are dropped."""
@@ -304,6 +338,21 @@ class Bench:
         host_ms = 1e3 * (time.perf_counter() - begin)
         torch.cuda.synchronize()
         return done.start_event.elapsed_time(events[0]), done.start_event.elapsed_time(done.finish_event), host_ms
+
+
+@frozen
+class Codec:
+    """How long encoding (backup) or decoding (restore) takes `CODEC_TOKENS`, in ms of the GPU."""
+
+    place: str
+    representation: str
+    direction: str
+    bytes_per_token: int
+    ms: float
+
+    def share_of_link(self, ceiling: Mapping[str, float]) -> float:
+        """Of the time that the link needs for the same tokens, at so many GB/s for each direction."""
+        return self.ms / (CODEC_TOKENS * self.bytes_per_token / ceiling[self.direction] / 1e6)
 
 
 class Ceiling:
@@ -424,6 +473,18 @@ def table(rows: Sequence[Row], ceiling: dict[str, float]) -> Table:
     return result
 
 
+def codec_table(codecs: Sequence[Codec], ceiling: Mapping[str, float]) -> Table:
+    result = Table(title=f"The codec's kernels alone, {CODEC_TOKENS} tokens")
+    for heading in ("place", "representation", "direction"):
+        result.add_column(heading)
+    for heading in ("ms", "of the link's time"):
+        result.add_column(heading, justify="right")
+    for codec in codecs:
+        share = f"{codec.share_of_link(ceiling):.0%}"
+        result.add_row(codec.place, codec.representation, codec.direction, f"{codec.ms:.3f}", share)
+    return result
+
+
 def plot(rows: Sequence[Row], ceiling: Mapping[str, float], path: Path) -> None:
     """Tokens a second over the size of the transfer; dashed: the link's ceiling at each path's bytes a token."""
     from matplotlib import pyplot as plt
@@ -467,6 +528,14 @@ def plot(rows: Sequence[Row], ceiling: Mapping[str, float], path: Path) -> None:
     callback=lambda _, __, each: tuple(map(Place.parse, each)),
     help="HEADSxDIM:LAYOUT:PAGE_SIZE, heads being local ones.",
 )
+@click.option(
+    "--representation",
+    "names",
+    multiple=True,
+    default=("int8", "k6v4", "int4"),
+    show_default=True,
+    type=click.Choice(registered()),
+)
 @click.option("--layers", default=36, show_default=True)
 @click.option("--tokens", "sizes", type=int, multiple=True, default=(512, 4096, 16384, 32768), show_default=True)
 @click.option("--order", "orders", type=click.Choice(ORDERS), multiple=True, default=("shuffled",), show_default=True)
@@ -483,23 +552,24 @@ def plot(rows: Sequence[Row], ceiling: Mapping[str, float], path: Path) -> None:
 @click.option(
     "--out", type=click.Path(path_type=Path), callback=writable, help="JSON to write; the plot goes beside it as .png."
 )
-def main(places, layers, sizes, orders, repeats, variants, pytorch, own_staging, out: Path | None) -> None:
+def main(places, names, layers, sizes, orders, repeats, variants, pytorch, own_staging, out: Path | None) -> None:
     torch.manual_seed(0)
-    ceiling, samples, bytes_per_token = Ceiling(), [], {}
+    ceiling, samples, codecs, bytes_per_token = Ceiling(), [], [], {}
     began = time.monotonic()
     for place in places:
-        bench = Bench(place, layers, 2 * max(sizes), variants, pytorch, own_staging)
+        bench = Bench(place, layers, 2 * max(sizes), names, variants, pytorch, own_staging)
         bytes_per_token |= {(str(place), each.name): each.bytes_per_token for each in bench.contenders}
         for order, tokens in itertools.product(orders, sizes):
             ceiling.measure()
             samples += bench.run(order, tokens, repeats)
             click.echo(f"{time.monotonic() - began:5.0f} s  {place}, {order}, {tokens} tokens", err=True)
+        codecs += bench.codecs()
         bench.close()
         del bench
         torch.cuda.empty_cache()
     limits = {direction: statistics.median(rates) for direction, rates in ceiling.gb_per_s.items()}
     rows = summarise(samples, bytes_per_token, limits)
-    Console(width=None if sys.stdout.isatty() else 180).print(table(rows, limits))
+    Console(width=None if sys.stdout.isatty() else 180).print(table(rows, limits), codec_table(codecs, limits))
     if out:
         versions = {name: version(name) for name in ("hiqcache", "torch", "triton", "sglang")}
         record = {
@@ -513,6 +583,7 @@ def main(places, layers, sizes, orders, repeats, variants, pytorch, own_staging,
             "staging": "its own" if own_staging else "SGLang's, where there is one",
             "ceiling_gb_per_s": limits,
             "rows": [asdict(row) for row in rows],
+            "codecs": [{**asdict(each), "share_of_link": each.share_of_link(limits)} for each in codecs],
         }
         out.write_text(json.dumps(record, indent=1) + "\n")
         plot(rows, limits, out.with_suffix(".png"))
