@@ -18,8 +18,8 @@ def encode_k(values, DIM: tl.constexpr):
     x, finite = tiles.finite_rows(values.to(tl.float32))
     y = tiles.rotate(x, DIM & -DIM)
     bits = tiles.scale_bits(tl.max(tl.abs(y), axis=1), LEVELS, MANTISSA_BITS)
-    y, scales = tl.broadcast(y, tiles.from_bits(bits, MANTISSA_BITS)[:, None])
-    codes = tiles.quantise(y, scales, LEVELS)
+    y, factors = tl.broadcast(y, tiles.reciprocals(tiles.from_bits(bits, MANTISSA_BITS))[:, None])
+    codes = tiles.quantise(y, factors, LEVELS)
     kept = tl.where(finite, bits << 2, NAN_BITS).to(tl.int16).to(tl.bfloat16, bitcast=True)  # 5 of 7 mantissa bits
     return tiles.pack4(codes >> 2).to(tl.uint8), tiles.pack2(codes & 3).to(tl.uint8), kept
 

@@ -147,7 +147,7 @@ def exponent_of(scale: Fraction) -> int:
 
 
 def code_of(y: Fraction, scale: Fraction, levels: int) -> int:
-    quotient = float32(float32(y / scale) + levels) if scale else Fraction(levels)
+    quotient = float32(float32(y * float32(1 / scale)) + levels) if scale else Fraction(levels)
     return int(min(max(quotient, Fraction(0)), Fraction(2 * levels - 1)))
 
 

@@ -112,9 +112,15 @@ def from_bits(bits, MANTISSA_BITS: tl.constexpr):
 
 
 @triton.jit
-def quantise(y, scales, LEVELS: tl.constexpr):
+def reciprocals(scales):
+    """1 / s for `quantise`."""
+    return tl.div_rn(tl.full(scales.shape, 1.0, tl.float32), tl.maximum(scales, SMALLEST_NORMAL))
+
+
+@triton.jit
+def quantise(y, reciprocals, LEVELS: tl.constexpr):
     """As `scales.quantise`, int32; both of one shape."""
-    quotients = tl.div_rn(y, tl.maximum(scales, SMALLEST_NORMAL)) + LEVELS
+    quotients = y * reciprocals + LEVELS
     return tl.minimum(tl.maximum(quotients, 0.0), 2.0 * LEVELS - 1.0).to(tl.int32)
 
 
@@ -145,8 +151,8 @@ def encode_groups(values, WANTED: tl.constexpr, DIM: tl.constexpr):
     bits = tl.maximum(bits, ((head - FARTHEST) << GROUP_MANTISSA_BITS)[:, None])
     below = head[:, None] - (bits >> GROUP_MANTISSA_BITS)
     group = below << GROUP_MANTISSA_BITS | bits & GROUP_MANTISSA
-    y, scales = tl.broadcast(y, tl.expand_dims(_group_scales(group, head), 2))
-    codes = tl.reshape(quantise(y, scales, GROUP_LEVELS), (ROWS, WIDTH))
+    y, factors = tl.broadcast(y, tl.expand_dims(reciprocals(_group_scales(group, head)), 2))
+    codes = tl.reshape(quantise(y, factors, GROUP_LEVELS), (ROWS, WIDTH))
     return pack4(codes).to(tl.uint8), group.to(tl.uint8), tl.where(finite, head, NOT_FINITE).to(tl.uint8)
 
 
