@@ -77,8 +77,9 @@ def expected_head(y: list[Fraction], name: str, part: Part) -> tuple[list[int], 
     codes, steps = [], []
     for group, s in zip(groups, scales, strict=True):
         for value in group:
-            quotient = value / s + levels if s else Fraction(levels)
-            codes.append(int(min(max(quotient, Fraction(0)), Fraction(2 * levels - 1))))
+            reciprocal = np.float32(1) / np.float32(s) if s else np.float32(1)
+            quotient = np.float32(value) * reciprocal + np.float32(levels)
+            codes.append(int(min(max(quotient, 0), 2 * levels - 1)))
             steps.append(s)
     return codes, steps
 

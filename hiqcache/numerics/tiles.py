@@ -131,6 +131,16 @@ def dequantise(codes, scales, LEVELS: tl.constexpr):
 
 
 @triton.jit
+def _largest_of_groups(y, SIZE: tl.constexpr):
+    """`[rows, width]` -> `[rows, width / SIZE]`, by halves: a reduction would pass every value between threads."""
+    for level in tl.static_range(16):
+        if (1 << level) < SIZE:
+            a, b = tl.split(tl.reshape(y, (y.shape[0], y.shape[1] // 2, 2)))
+            y = tl.maximum(a, b)
+    return y
+
+
+@triton.jit
 def _group_scales(group, head):
     exponent = head[:, None] - (group >> GROUP_MANTISSA_BITS)
     bits = exponent << GROUP_MANTISSA_BITS | group & GROUP_MANTISSA
@@ -145,13 +155,14 @@ def encode_groups(values, WANTED: tl.constexpr, DIM: tl.constexpr):
     ROWS: tl.constexpr = values.shape[0]
     WIDTH: tl.constexpr = values.shape[1]
     x, finite = finite_rows(values.to(tl.float32))
-    y = tl.reshape(rotate(x, BLOCK), (ROWS, WIDTH // SIZE, SIZE))
-    bits = scale_bits(tl.max(tl.abs(y), axis=2), GROUP_LEVELS, GROUP_MANTISSA_BITS)
+    y = rotate(x, BLOCK)
+    bits = scale_bits(_largest_of_groups(tl.abs(y), SIZE), GROUP_LEVELS, GROUP_MANTISSA_BITS)
     head = tl.max(bits, axis=1) >> GROUP_MANTISSA_BITS
     bits = tl.maximum(bits, ((head - FARTHEST) << GROUP_MANTISSA_BITS)[:, None])
     below = head[:, None] - (bits >> GROUP_MANTISSA_BITS)
     group = below << GROUP_MANTISSA_BITS | bits & GROUP_MANTISSA
-    y, factors = tl.broadcast(y, tl.expand_dims(reciprocals(_group_scales(group, head)), 2))
+    grouped = tl.reshape(y, (ROWS, WIDTH // SIZE, SIZE))
+    y, factors = tl.broadcast(grouped, tl.expand_dims(reciprocals(_group_scales(group, head)), 2))
     codes = tl.reshape(quantise(y, factors, GROUP_LEVELS), (ROWS, WIDTH))
     return pack4(codes).to(tl.uint8), group.to(tl.uint8), tl.where(finite, head, NOT_FINITE).to(tl.uint8)
 

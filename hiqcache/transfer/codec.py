@@ -12,7 +12,7 @@ from hiqcache.transfer.base import DeviceRows
 from hiqcache.transfer.kernels import decode_blocks, encode_blocks
 from hiqcache.transfer.launch import Launcher
 
-ROWS = 64
+ROWS = 32
 """(Token, head) pairs that one program encodes or decodes."""
 
 
