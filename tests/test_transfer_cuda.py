@@ -13,6 +13,7 @@ import transfers
 from attrs import define
 
 from hiqcache.arena import LAYOUTS, HostArena
+from hiqcache.exponents import KeyExponents
 from hiqcache.geometry import KVGeometry, Part
 from hiqcache.registry import get
 from hiqcache.representation import HostRepresentation
@@ -122,6 +123,7 @@ class Case:
     host: torch.Tensor
     device: torch.Tensor
     generator: torch.Generator
+    exponents: KeyExponents | None = None
 
     @classmethod
     def build(cls, name: str, arrangement: str, shape: tuple[int, int], page_size: int, pages: int = 5, layers: int = 5,
@@ -146,13 +148,17 @@ class Case:
         )
 
     def check_backup(self, transfer: Transfer, host_on: str) -> None:
-        expected = transfers.after_backup(self.representation, self.arena, self.rows, self.host, self.device)
+        expected = transfers.after_backup(
+            self.representation, self.arena, self.rows, self.host, self.device, self.exponents
+        )
         transfer.backup(self.host.to(host_on), self.device.cuda())
         torch.cuda.synchronize()
         assert torch.equal(self.arena.buffer, expected)
 
     def check_restore(self, transfer: Transfer, host_on: str) -> None:
-        expected = transfers.after_restore(self.representation, self.arena, self.rows, self.host, self.device)
+        expected = transfers.after_restore(
+            self.representation, self.arena, self.rows, self.host, self.device, self.exponents
+        )
         host, device = self.host.to(host_on), self.device.cuda()
         in_place = []
         for layer in range(self.geometry.layers):
@@ -194,6 +200,8 @@ def cuda_transfer(case: Case, path: str, monkeypatch: pytest.MonkeyPatch) -> Tra
         ("int8", (5, 80), 8),
         ("int8", (9, 96), 128),
         *[(name, (3, 64), page_size) for name, page_size in (("int8", 16), ("bf16", 1), ("bf16", 64))],
+        *itertools.product(["k6v4", "int4"], [(8, 128)], [1, 64]),
+        *[("k6v4", (3, 64), 2), ("k6v4", (1, 192), 32), ("int4", (5, 80), 8), ("int4", (2, 256), 16)],
     ],
 )
 def test_bytes_and_rows_are_those_of_the_reference_codec(name, shape, page_size, arrangement, path, monkeypatch):
@@ -206,6 +214,23 @@ def test_bytes_and_rows_are_those_of_the_reference_codec(name, shape, page_size,
     case.check_restore(transfer, "cpu")
     case.reshuffle()
     case.check_backup(transfer, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("arrangement", LAYOUTS)
+@pytest.mark.parametrize(
+    ("name", "shape", "page_size"),
+    [("int8", (8, 128), 64), ("int8", (3, 80), 4), ("k6v4", (3, 64), 2), ("int4", (8, 128), 1)],
+)
+def test_channels_of_k_are_divided_before_and_multiplied_after(name, shape, page_size, arrangement, path, monkeypatch):
+    case = Case.build(name, arrangement, shape, page_size, pages=7)
+    case.exponents = transfers.random_exponents(case.geometry, case.generator)
+    transfer = cuda_transfer(case, path, monkeypatch)
+    transfer.scale_keys(case.exponents)
+    case.check_backup(transfer, "cpu")
+    case.reshuffle()
+    case.check_restore(transfer, "cpu")
 
 
 @pytest.mark.gpu
