@@ -3,12 +3,13 @@
 \b
     python tools/serving_latency.py --out docs/results/serving-latency.json --plot docs/results/serving-latency.svg
     python tools/serving_latency.py --attention-backend flashinfer --prompt 4096 --prompt 12288 --prompt 32768 \\
-        --server stock --server int8 --out docs/results/serving-latency-flashinfer.json
+        --server int8 --server k6v4 --server int4 --out docs/results/serving-latency-flashinfer.json
 
-SGLang servers share one GPU and are driven one at a time, in turn: SGLang's own BF16 HiCache without the plugin,
-`bf16`, and `int8`. Random weights in Qwen3-8B's shape, page size 64, `page_first`, write-through. Each sleeps when idle
-and has processor cores of its own, so that none slows another's launches. Which cores matters by milliseconds, so they
-go round: with as many repeats as servers, or twice as many, each server has had each set of cores equally often.
+SGLang servers share one GPU and are driven one at a time, in turn: SGLang's own BF16 HiCache without the plugin
+(`stock`), and one for each representation asked for. Random weights in Qwen3-8B's shape, page size 64, `page_first`,
+write-through. Each sleeps when idle and has processor cores of its own, so that none slows another's launches. Which
+cores matters by milliseconds, so they go round: with as many repeats as servers, or twice as many, each server has had
+each set of cores equally often.
 
 \b
 * Time to first token: prompts of each length, more of them than L1 holds, asked for in turn, so that each comes back
@@ -47,15 +48,13 @@ from rich.table import Table
 from servers import QWEN3_8B, end_servers_on_sigterm, launch, provenance, write_model
 from serving import environment, free_port, http, sampling
 
+from hiqcache import registry
 from hiqcache.plotting import save
 
 PAGE_SIZE = 64
 L1_TOKENS = 49152
-CONFIGURATIONS: dict[str, list[str]] = {
-    "stock": [],
-    "bf16": ["--hicache-representation", "bf16"],
-    "int8": ["--hicache-representation", "int8"],
-}
+SERVERS = ("stock", "bf16", "int8")
+"""By default. "stock" is SGLang's own HiCache without the plugin; any other name is a representation."""
 PREFILL_GRAPHS = (64, 128, 256)
 """New tokens for which CUDA graphs of prefills are captured, as SGLang does by default for many more sizes: without
 them the host's launches, some 40 ms of them, would hide any restore."""
@@ -245,7 +244,7 @@ def start(
         "--hicache-size",
         str(L2_GIGABYTES),
     ]
-    words += CONFIGURATIONS.get(name, CONFIGURATIONS["int8"])
+    words += [] if name == "stock" else ["--hicache-representation", "int8" if name in beside else name]
     command = launch(
         model,
         port,
@@ -344,21 +343,30 @@ def plot(result: dict[str, Any], path: pathlib.Path) -> None:
     servers = result["servers"]
     prompts = list(servers["stock"]["ttft_ms"])
     percentiles = list(servers["stock"]["inter_token_ms"])
+    width = 0.8 / len(servers)
     for index, (name, data) in enumerate(servers.items()):
+        aside = width * (index - (len(servers) - 1) / 2)
         medians = [data["ttft_ms"][tokens]["median"] for tokens in prompts]
-        places = np.arange(len(prompts)) + 0.27 * (index - 1)
-        left.bar(places, medians, 0.25, label=name)
+        places = np.arange(len(prompts)) + aside
+        left.bar(places, medians, 0.9 * width, label=name)
         hits = [data["ttft_ms"][tokens]["from_l1"] for tokens in prompts]
-        left.hlines(hits, places - 0.125, places + 0.125, colors="black", label=None if index else "from L1")
+        left.hlines(
+            hits, places - 0.45 * width, places + 0.45 * width, colors="black", label=None if index else "from L1"
+        )
         values = [data["inter_token_ms"][p]["median"] for p in percentiles]
         spread = [np.ptp(data["inter_token_ms"][p]["repeats"]) / 2 for p in percentiles]
-        right.bar(np.arange(len(values)) + 0.27 * (index - 1), values, 0.25, yerr=spread, capsize=3, label=name)
+        right.bar(np.arange(len(values)) + aside, values, 0.9 * width, yerr=spread, capsize=3, label=name)
     left.set_xticks(range(len(prompts)), [f"{int(tokens):,}" for tokens in prompts])
     left.set(xlabel="prompt tokens, restored from L2", ylabel="time to first token, ms")
     right.set_xticks(range(len(percentiles)), percentiles)
     right.set(ylabel="inter-token latency, ms", title=f"{DECODING} decoding, {RATE:g} restores/s")
     left.legend()
     save(figure, path)
+
+
+def known() -> list[str]:
+    """What `--server` takes."""
+    return ["stock", *registry.names()]
 
 
 def other_versions(_: click.Context, __: click.Parameter, texts: tuple[str, ...]) -> dict[str, pathlib.Path]:
@@ -371,8 +379,8 @@ def other_versions(_: click.Context, __: click.Parameter, texts: tuple[str, ...]
     for text in texts:
         name, folder = text.split("=", 1) if "=" in text else ("", "")
         path = pathlib.Path(folder).resolve()
-        if not name or name in CONFIGURATIONS or name in folders:
-            raise click.BadParameter(f"{text!r}; allowed: NAME=FOLDER, each name once and none of {[*CONFIGURATIONS]}")
+        if not name or name in known() or name in folders:
+            raise click.BadParameter(f"{text!r}; allowed: NAME=FOLDER, each name once and none of {known()}")
         if not any(path.glob("hiqcache-*.dist-info")):
             raise click.BadParameter(f"{text!r}: {path} has no installed hiqcache (pip install --target {path} ...)")
         folders[name] = path
@@ -392,9 +400,9 @@ def other_versions(_: click.Context, __: click.Parameter, texts: tuple[str, ...]
 @click.option(
     "--server",
     "names",
-    type=click.Choice(list(CONFIGURATIONS)),
+    type=click.Choice(known()),
     multiple=True,
-    default=list(CONFIGURATIONS),
+    default=SERVERS,
     show_default=True,
     callback=lambda _, __, names: ["stock", *(name for name in names if name != "stock")],
     help="Beside stock.",
