@@ -232,9 +232,8 @@ def test_every_absmax_is_exact_bounded_finite_and_stable():
 
     error, bound = np.abs(value(decoded) - value(bits)), bound_of(scale, value(decoded))
     assert (error <= bound).all()
-    stated = int8.error_bound(
-        *(torch.from_numpy(b.view(np.int16)).view(torch.bfloat16) for b in (bits, decoded)), Part.K
-    )
+    before, after = (torch.from_numpy(b.view(np.int16)).view(torch.bfloat16) for b in (bits, decoded))
+    stated = int8.error_bound(before, after, Part.K)
     assert np.array_equal(stated.numpy(), bound)
     # Neither term of the bound is idle: without one of them, some values break it.
     assert (error > 0.5 * scale[..., None]).any()

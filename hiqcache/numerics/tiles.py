@@ -4,7 +4,7 @@ Widths are those of tiles; `BLOCK`, `SIZE` and `DIM` are the head's own. What li
 with what lies before it, because blocks of the rotation and groups divide `DIM`.
 """
 # Triton's own annotations do not describe code inside a kernel.
-# pyright: reportArgumentType=false, reportGeneralTypeIssues=false
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 
 import triton
 import triton.language as tl
