@@ -1,11 +1,16 @@
 """What the transfer benchmark makes of its options and samples, without a GPU."""
 
+import json
+from pathlib import Path
+
 import bench_transfer
 import click
 import pytest
 from bench_transfer import BASELINE, Place, Sample, Setting, constants, parse_variant, summarise
 
 from hiqcache.transfer import chunks, copy_engine, cuda, movers
+
+REPOSITORY = Path(__file__).parents[1]
 
 
 def test_places():
@@ -52,3 +57,32 @@ def test_a_codecs_share_of_the_link():
     """40,960 bytes a token, 4,096 tokens: 168 MB, 3.05 ms at 55 GB/s."""
     codec = bench_transfer.Codec("8x128:page_first:64", "int4", "restore", 40_960, 0.61)
     assert codec.share_of_link({"restore": 55.0, "backup": 1.0}) == pytest.approx(0.2, rel=1e-3)
+
+
+def test_the_page_has_the_files_ratios():
+    result = json.loads((REPOSITORY / "docs/results/transfer-h200.json").read_text())
+    rows = {
+        (row["setting"]["place"], row["setting"]["tokens"], row["direction"], row["contender"]): row
+        for row in result["rows"]
+    }
+    page = (REPOSITORY / "docs/performance.md").read_text()
+    names = ("int8", "k6v4", "int4")
+    for tokens in (512, 4096, 16384, 32768):
+        for direction in ("restore", "backup"):
+            found = [rows["8x128:page_first:64", tokens, direction, name] for name in names]
+            cells = ["{:.2f} ({:.2f}-{:.2f})".format(row["ratio"], *row["ratio_range"]) for row in found]
+            assert f"| {' | '.join(cells)} | " in page, (tokens, direction)
+        host = [rows["8x128:page_first:64", tokens, "restore", name]["host_ms"] for name in (BASELINE, *names)]
+        columns = [
+            line.split("|")[2:6]
+            for line in page.splitlines()
+            if line.startswith(("| SGLang BF16", "| int8 |", "| k6v4 |", "| int4 |"))
+        ]
+        column = (512, 4096, 16384, 32768).index(tokens)
+        assert [float(cells[column]) for cells in columns[:4]] == [round(each, 2) for each in host]
+    for place in bench_transfer.PLACES[1:]:
+        for tokens in (512, 4096, 32768):
+            both = (rows[place, tokens, way, name]["ratio"] for way in ("restore", "backup") for name in names)
+            assert f"| {tokens:,} | {' | '.join(f'{ratio:.2f}' for ratio in both)} |" in page, (place, tokens)
+    for codec in result["codecs"]:
+        assert 0.05 < codec["share_of_link"] + 0.005 < 0.25
