@@ -133,9 +133,31 @@ def a_result(prompts: Prompts, int8: float, fp8: float | None, unavailable: dict
 )
 def test_bars(int8, fp8, perplexity, kl_over_fp8):
     result = a_result(some_prompts(), int8, fp8, {})
-    assert result["bars"]["perplexity"]["holds"] is perplexity
-    assert result["bars"]["kl_over_fp8"]["holds"] is kl_over_fp8
+    assert result["bars"]["int8: perplexity"]["holds"] is perplexity
+    assert result["bars"]["int8: kl_over_fp8"]["holds"] is kl_over_fp8
     assert bars({}, range(3)) == {}
+
+
+def test_bars_of_the_small_formats():
+    """Half of the prompts have twice the KL of the other half, so an interval is as wide as they are few."""
+
+    def arm(name: str, kl: float, perplexity: float) -> dict[str, Any]:
+        prompts = [{"kl": kl * (1 if name == "fp8" else 0.5 + number % 2)} for number in range(20)]
+        return {"prompts": prompts, "all": {"perplexity_ratio": [perplexity, perplexity - 1e-3, perplexity + 1e-3]}}
+
+    def holds(**kl: float) -> dict[str, Any]:
+        found = bars({name: arm(name, each, 1.003) for name, each in kl.items()}, range(20))
+        return {name: bar["holds"] for name, bar in found.items()}
+
+    assert holds(k6v4=0.5, int4=0.4, fp8=1.0, nvfp4=1.0) == {
+        "k6v4: perplexity": True,
+        "k6v4: kl_over_fp8": True,
+        "int4: perplexity": True,
+        "int4: kl_over_nvfp4": True,
+    }
+    assert holds(k6v4=0.9, fp8=1.0)["k6v4: kl_over_fp8"] is False, "its interval reaches beyond 1"
+    assert holds(int4=0.46, nvfp4=1.0)["int4: kl_over_nvfp4"] is False
+    assert holds(int4=0.46, fp8=1.0)["int4: kl_over_nvfp4"] is None
 
 
 def quality_command(*arguments: object) -> Result:
@@ -502,19 +524,21 @@ def test_a_run_that_is_terminated_ends_its_servers(tiny, tmp_path, monkeypatch):
 @pytest.mark.sweep
 def test_real_restores(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(quality, "GENERATED", 8)
-    prompts = some_prompts()
-    plans = [plan for plan in Run(prompts).plans(["int8"]) if plan.name in ("int8", "int8 twice")]
-    with Progress(disable=True) as progress, ThreadPoolExecutor() as pool:
+    prompts, names = some_prompts(), ("int8", "int4")
+    wanted = {each for name in names for each in (name, quality.after_trips(name))}
+    plans = [plan for plan in Run(prompts).plans(names) if plan.name in wanted]
+    with Progress(disable=True) as progress, ThreadPoolExecutor(2) as pool:
         served = [pool.submit(quality.serve, plan, tiny, 0, tmp_path / plan.name, progress, Event()) for plan in plans]
         arms = {arm.name: arm for future in served for arm in future.result()}
-    assert arms.keys() == {"exact (int8)", "int8", "exact (int8 twice)", "int8 twice"}
-    once, twice = (compared(arms[f"exact ({name})"], arms[name]) for name in ("int8", "int8 twice"))
-    for entries in (once, twice):
-        assert 0 < summary(entries, range(18))["kl"][0] < 0.01
-    assert (arms["int8 twice"].encoded_per_restored or 0) >= 0.9
-    # A second encoding of what was decoded gives the same bytes, so the model sees the same KV.
-    assert [entry["kl"] for entry in once] == [entry["kl"] for entry in twice]
-    assert all(len(answer.tokens) == 8 or answer.ended for answer in arms["int8"].greedy or ())
+    assert arms.keys() == wanted | {f"exact ({name})" for name in wanted}
+    for name in names:
+        often = quality.after_trips(name)
+        entries = {each: compared(arms[f"exact ({each})"], arms[each]) for each in (name, often)}
+        assert 0 < summary(entries[name], range(18))["kl"][0] < (0.01 if name == "int8" else 0.2)
+        assert (arms[often].encoded_per_restored or 0) >= 0.9
+        # Encoding what was decoded gives the same bytes, so the model sees the same KV.
+        assert [entry["kl"] for entry in entries[name]] == [entry["kl"] for entry in entries[often]]
+        assert all(len(answer.tokens) == 8 or answer.ended for answer in arms[name].greedy or ())
 
 
 # Where the error comes from.

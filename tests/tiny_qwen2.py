@@ -12,6 +12,9 @@ from safetensors.torch import load_file, save_file
 def make(directory: pathlib.Path, key_biases: Mapping[tuple[int, int, int], float]) -> pathlib.Path:
     """Write config.json and weights.
 
+    Queries are small in the RoPE pair of a biased channel, as in a trained model, so that the bias does not decide what
+    attention looks at.
+
     Args:
         directory: where; created.
         key_biases: (layer, KV head, channel) -> bias; all others are 0. Channels have a standard deviation of about 1.
@@ -25,6 +28,10 @@ def make(directory: pathlib.Path, key_biases: Mapping[tuple[int, int, int], floa
                 for (at, head, channel), value in key_biases.items():
                     bias[head, channel] = value if at == layer else bias[head, channel]
             weights[f"model.layers.{layer}.self_attn.{name}.bias"] = bias.flatten().bfloat16()
+    for (layer, head, channel), value in key_biases.items():
+        queries = weights[f"model.layers.{layer}.self_attn.q_proj.weight"].unflatten(0, (tiny_model.HEADS, -1))
+        half = tiny_model.HEAD_DIM // 2
+        queries[head, [channel % half, channel % half + half]] /= max(1, abs(value))
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
     config = tiny_model.CONFIG | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
     (directory / "config.json").write_text(json.dumps(config))

@@ -13,10 +13,10 @@ of the prefix:
 
 \b
     exact       nothing: it has stayed in L1 since it was computed
-    bf16, int8  pushed out of L1 by the other prompts, and restored from L2 (SGLang's count must say so for each prompt)
-    int8 twice  evicted, restored, evicted and *encoded again*, restored (write-back, L2 too small for second copies)
-    fp8         --kv-cache-dtype fp8_e4m3: the KV in L1 is in 8 bits, without an L2
-    recomputed  BF16 in L1, but the prefix was computed in small chunks: what differs is rounding, the noise floor
+    bf16, int8    pushed out of L1 by the other prompts, and restored from L2 (SGLang's count must say so each time)
+    int8 8 trips  evicted, restored, evicted and *encoded again*, 8 times (write-back, L2 too small for second copies)
+    fp8           --kv-cache-dtype fp8_e4m3: the KV in L1 is in 8 bits, without an L2
+    recomputed    BF16 in L1, but the prefix was computed in small chunks: what differs is rounding, the noise floor
 
 Arms are compared with exact, restored ones with the exact run of their own server; recomputed with bf16 restored.
 Logits are computed in float32 everywhere (--enable-fp32-lm-head), or their rounding would hide small differences.
@@ -68,6 +68,7 @@ MEMORY = 0.8
 """`--mem-fraction-static`; L1 takes only what its fixed size needs."""
 COMMON = ["--skip-tokenizer-init", "--skip-server-warmup", "--enable-fp32-lm-head", "--cuda-graph-max-bs-decode", "1"]
 RECOMPUTED = "recomputed"
+TRIPS = 8
 ENCODED_AGAIN = 0.9
 """Tokens encoded for each token restored, at least, where encoding again is the point."""
 LOSSLESS = "bf16"
@@ -137,6 +138,10 @@ class Client:
         if not (np.isfinite(found.true).all() and np.isfinite(found.logprobs).all()):
             raise NotMeasured(f"SGLang's log-probabilities after {prompt.origin} are not all numbers: NaN or infinity")
         return found
+
+    def restore(self, prompt: Prompt) -> None:
+        """Bring the prefix back from L2; its continuation stays where it is."""
+        self._require(prompt, self._ask(prompt.tokens[: prompt.prefix_tokens + 1], 1)["meta_info"], "host")
 
     def continue_greedily(self, prompt: Prompt, source: str) -> Greedy:
         """Generate after the prefix and one more token: the last token of a prompt is never taken from a cache."""
@@ -211,7 +216,7 @@ class Run:
         return max(third, self.prompts.continuation_tokens)
 
     @property
-    def enough_for_twice(self) -> bool:
+    def enough_for_trips(self) -> bool:
         """Whether both tiers can be small enough that restored prefixes are encoded again."""
         return self.total >= 8 * self.longest
 
@@ -231,18 +236,19 @@ class Run:
         greedy = [client.continue_greedily(prompt, "host") for prompt in self.prompts.prompts]
         return [before, Arm(name=name, against=before.name, scores=scores, greedy=greedy)]
 
-    def twice(self, client: Client, name: str) -> list[Arm]:
-        """Scores in L1, and after the second restore, of what was encoded again in between."""
+    def trips(self, client: Client, name: str) -> list[Arm]:
+        """Scores in L1, and after the last restore, of what was encoded again before each."""
         before = []
         for prompt in self.prompts.prompts:
             client.fill(prompt)
             before.append(client.score(prompt, "device"))
         start = encoded_tokens(client.server)
-        for prompt in self.prompts.prompts:
-            client.score(prompt, "host")
+        for _ in range(TRIPS - 1):
+            for prompt in self.prompts.prompts:
+                client.restore(prompt)
         # SGLang gives up second copies of prefixes before those of the continuations that hang on them.
         scores = [client.score(prompt, "host") for prompt in self.prompts.prompts]
-        restored = 2 * sum(prompt.prefix_tokens for prompt in self.prompts.prompts)
+        restored = TRIPS * sum(prompt.prefix_tokens for prompt in self.prompts.prompts)
         share = (encoded_tokens(client.server) - start) / restored
         if share < ENCODED_AGAIN:
             raise NotMeasured(f"L2 encoded {share:.2f} tokens for each restored; at least {ENCODED_AGAIN} wanted")
@@ -266,15 +272,15 @@ class Run:
                 measure=partial(self.restored, name=name),
                 answers=5 * count,
             )
-        for name in dict.fromkeys(representations) if self.enough_for_twice else ():
+        for name in dict.fromkeys(representations) if self.enough_for_trips else ():
             # L2 is a little too small for second copies: that of a restored prefix is given up while it is in L1.
             l1_tokens, spare = 4 * self.longest, 2 * self.longest
             words = l2(name, self.total - l1_tokens + spare, l1_tokens)
             yield plan(
-                name=f"{name} twice",
+                name=after_trips(name),
                 arguments=[*words, "--hicache-write-policy", "write_back", "--enable-metrics"],
-                measure=partial(self.twice, name=f"{name} twice"),
-                answers=4 * count,
+                measure=partial(self.trips, name=after_trips(name)),
+                answers=(TRIPS + 2) * count,
                 l1_tokens=l1_tokens,
                 optional=True,
             )
@@ -291,6 +297,11 @@ class Run:
             answers=3 * count,
             chunk=self.small_pieces,
         )
+
+
+def after_trips(name: str) -> str:
+    """Name of the arm whose KV was encoded `TRIPS` times."""
+    return f"{name} {TRIPS} trips"
 
 
 def exact(name: str) -> str:
@@ -336,7 +347,7 @@ def run_all(run: Run, model: Path, representations: Sequence[str], at_once: int,
     prompts = run.prompts
     plans = list(run.plans(representations))
     columns = (TimeElapsedColumn(), BarColumn(bar_width=20), MofNCompleteColumn(), TextColumn("{task.description}"))
-    unavailable = {} if run.enough_for_twice else {"twice": "too few prompts (--prompts, --count)"}
+    unavailable = {} if run.enough_for_trips else {f"{TRIPS} trips": "too few prompts (--prompts, --count)"}
     with Progress(*columns, console=Console(stderr=True)) as progress, ThreadPoolExecutor(at_once) as pool:
         stop = Event()
         try:
@@ -389,7 +400,9 @@ def prompts_command(model: Path | None, out: Path) -> None:
 @model_option
 @click.option("--prompts", "file", type=click.Path(exists=True, path_type=Path), help="File of the prompts command.")
 @click.option("--count", type=click.IntRange(min=1), help="Use the first so many of the prompts only.")
-@click.option("--representation", "names", multiple=True, default=("int8",), show_default=True, help="Beside bf16.")
+@click.option(
+    "--representation", "names", multiple=True, default=("int8", "k6v4", "int4"), show_default=True, help="Beside bf16."
+)
 @click.option("--at-once", default=1, show_default=True, type=click.IntRange(min=1), help="Servers side by side.")
 @click.option("--out", required=True, type=click.Path(path_type=Path), callback=writable, help="JSON file to write.")
 def run_command(
@@ -397,7 +410,7 @@ def run_command(
 ) -> None:
     """Serve every arm, compare the answers, write the result and print its tables.
 
-    The exit status is 1 if nothing can be reported or a bar does not hold. On a GPU with room for them, --at-once 5
+    The exit status is 1 if nothing can be reported or a bar does not hold. On a GPU with room for them, --at-once 9
     runs all servers side by side.
     """
     for name in names:

@@ -13,9 +13,30 @@ from hiqcache.plotting import save
 SMALLEST = 2.0**-24
 """The rest bucket is never taken for less likely: what float32 log-probabilities leave of it below is rounding."""
 RESAMPLES = 4000
-BARS = {"kl_over_fp8": 0.5, "perplexity": 0.002}
-"""For int8 on SmolLM2-135M: mean KL at most so much of fp8's; perplexity so near to exact KV's, interval included."""
-JUDGED, YARDSTICK = "int8", "fp8"
+YARDSTICK = "fp8"
+
+
+@frozen
+class Bar:
+    """What is demanded of a representation's answers, on SmolLM2-135M.
+
+    Attributes:
+        perplexity: how far from exact KV's it may be, interval included, as a share of it.
+        other, kl: the mean KL is at most so much of that of another arm.
+        whole_interval: the upper end of the interval is, too.
+    """
+
+    perplexity: float
+    other: str
+    kl: float
+    whole_interval: bool = False
+
+
+BARS = {
+    "int8": Bar(0.002, YARDSTICK, 0.5),
+    "k6v4": Bar(0.004, YARDSTICK, 1.0, whole_interval=True),
+    "int4": Bar(0.012, "nvfp4", 0.45),
+}
 
 
 @frozen(kw_only=True, eq=False)
@@ -184,28 +205,29 @@ def summarise(prompts: Sequence[Prompt], arms: dict[str, Arm], unavailable: dict
 
 
 def bars(arms: dict[str, Any], prompts: Sequence[int]) -> dict[str, Any]:
-    """The two demands on int8: figure with interval, limit, and whether it holds (None: not measured)."""
-    if JUDGED not in arms:
-        return {}
-    ratio = arms[JUDGED]["all"]["perplexity_ratio"]
-    found: dict[str, Any] = {
-        "perplexity": {
-            "what": f"{JUDGED}'s perplexity over exact KV's, with its interval, within the limit of 1",
+    """What is demanded of each representation: figure, interval, limit, and whether it holds (None: not measured)."""
+    found: dict[str, Any] = {}
+    for name, bar in BARS.items():
+        if name not in arms:
+            continue
+        ratio = arms[name]["all"]["perplexity_ratio"]
+        found[f"{name}: perplexity"] = {
+            "what": f"{name}'s perplexity over exact KV's, with its interval, within the limit of 1",
             "figure": ratio,
-            "limit": BARS["perplexity"],
-            "holds": max(abs(edge - 1) for edge in ratio) <= BARS["perplexity"],
-        },
-        "kl_over_fp8": {
-            "what": f"{JUDGED}'s mean KL over that of {YARDSTICK}, at most the limit",
-            "figure": None,
-            "limit": BARS["kl_over_fp8"],
-            "holds": None,
-        },
-    }
-    if YARDSTICK in arms:
-        mine, theirs = (column(arms[name]["prompts"], "kl") for name in (JUDGED, YARDSTICK))
-        figure = estimate(lambda chosen: mine[chosen].mean(-1) / theirs[chosen].mean(-1), prompts)
-        found["kl_over_fp8"] |= {"figure": figure, "holds": figure[0] <= BARS["kl_over_fp8"]}
+            "limit": bar.perplexity,
+            "holds": max(abs(edge - 1) for edge in ratio) <= bar.perplexity,
+        }
+        figure = None
+        if bar.other in arms:
+            mine, theirs = (column(arms[each]["prompts"], "kl") for each in (name, bar.other))
+            figure = estimate(lambda chosen, a=mine, b=theirs: a[chosen].mean(-1) / b[chosen].mean(-1), prompts)
+        found[f"{name}: kl_over_{bar.other}"] = {
+            "what": f"{name}'s mean KL over that of {bar.other}{', with its interval' * bar.whole_interval}, "
+            "at most the limit",
+            "figure": figure,
+            "limit": bar.kl,
+            "holds": None if figure is None else figure[2 if bar.whole_interval else 0] <= bar.kl,
+        }
     return found
 
 

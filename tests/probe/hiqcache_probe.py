@@ -1,7 +1,7 @@
 """A SGLang plugin for tests: watches a real server's host pool and checks every byte that moves.
 
 At each backup it encodes the device rows with the representation's plain-PyTorch code on the CPU and compares the
-arena with that; at each restore it compares the device rows with what that code decodes from the rows that were
+arena with that, K's channels divided first where the pool divides them; at each restore it compares the device rows with what that code decodes from the rows that were
 backed up into the same slots. Lines of JSON with the TP rank and the counts go to the file named by HIQCACHE_PROBE.
 
 Beside that, HIQCACHE_PROBE_ROWS names a folder that gets the device rows of each backup, one file after the other, and
@@ -89,9 +89,11 @@ def _backup(original, pool, device_pool, host_indices, device_indices, io_backen
         for layer, rows in enumerate(_rows(pool, part)):
             values = rows[device_indices].cpu().view(-1, pool.page_size, geometry.heads, geometry.dim(part))
             blocks = torch.empty(len(pages), representation.layouts[part].block_bytes, dtype=torch.uint8)
-            representation.encode(values, part, blocks)
+            exponents = pool.key_exponents.values[layer] * (part is Part.K)
+            representation.encode(_scaled(values, -exponents), part, blocks)
             decoded = torch.empty_like(values)
             representation.decode(blocks, part, decoded)
+            decoded = _scaled(decoded, exponents)
             pool.probe_shadow[part][layer][host] = decoded.flatten(0, 1)
             encoded[part, layer] = blocks
     original(pool, device_pool, host_indices, device_indices, io_backend)
@@ -100,6 +102,13 @@ def _backup(original, pool, device_pool, host_indices, device_indices, io_backen
         int((pool.arena.blocks(part)[layer][pages] != blocks).sum()) for (part, layer), blocks in encoded.items()
     )
     _write(event="backup", tokens=len(host), wrong_bytes=wrong, slots=[int(host.min()), int(host.max())])
+
+
+def _scaled(values, exponents):
+    """BF16 `[..., heads, dim]` times powers of two `[heads, dim]`, by float64, which is exact before the one rounding."""
+    largest = torch.finfo(torch.bfloat16).max
+    exact = (values.double() * 2.0 ** exponents.double()).clamp(-largest, largest)
+    return torch.where(values.isfinite(), exact.bfloat16(), values)
 
 
 def _save_rows(folder, pool, pages, device_indices):
