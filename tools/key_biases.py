@@ -183,16 +183,12 @@ def run(names: tuple[str, ...], seed: int, out: Path) -> None:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """The table of a result."""
-    columns = {
-        f"{name}, {place} frequencies": errors
-        for name, places in result["errors"].items()
-        for place, errors in places.items()
-    }
+    """The table of a result; of low and random frequencies the larger error."""
     rows = [
-        [str(bias), *(f"{errors[i]:.1%}" for errors in columns.values())] for i, bias in enumerate(result["biases"])
+        [str(bias), *(f"{max(errors[i] for errors in places.values()):.1%}" for places in result["errors"].values())]
+        for i, bias in enumerate(result["biases"])
     ]
-    return table(["bias, in standard deviations", *columns], rows)
+    return table(["bias, in standard deviations", *result["errors"]], rows)
 
 
 @main.command()

@@ -1,8 +1,9 @@
 """A SGLang plugin for tests: watches a real server's host pool and checks every byte that moves.
 
 At each backup it encodes the device rows with the representation's plain-PyTorch code on the CPU and compares the
-arena with that, K's channels divided first where the pool divides them; at each restore it compares the device rows with what that code decodes from the rows that were
-backed up into the same slots. Lines of JSON with the TP rank and the counts go to the file named by HIQCACHE_PROBE.
+arena with that; at each restore it compares the device rows with what that code decodes from the rows that were
+backed up into the same slots. Where the pool divides K's channels, so does the probe. Lines of JSON with the TP rank
+and the counts go to the file named by HIQCACHE_PROBE.
 
 Beside that, HIQCACHE_PROBE_ROWS names a folder that gets the device rows of each backup, one file after the other, and
 HIQCACHE_PROBE_GATE a file that, while it is there, keeps the pages of a dump from being written. HIQCACHE_PROBE_AUDIT
@@ -105,7 +106,7 @@ def _backup(original, pool, device_pool, host_indices, device_indices, io_backen
 
 
 def _scaled(values, exponents):
-    """BF16 `[..., heads, dim]` times powers of two `[heads, dim]`, by float64, which is exact before the one rounding."""
+    """BF16 `[..., heads, dim]` times powers of two `[heads, dim]`; by float64, which rounds once."""
     largest = torch.finfo(torch.bfloat16).max
     exact = (values.double() * 2.0 ** exponents.double()).clamp(-largest, largest)
     return torch.where(values.isfinite(), exact.bfloat16(), values)
