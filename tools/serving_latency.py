@@ -336,31 +336,35 @@ def summary(server: Server, stock: Server) -> dict[str, Any]:
 
 
 def plot(result: dict[str, Any], path: pathlib.Path) -> None:
-    """Time to first token by prompt length, and inter-token percentiles, side by side."""
+    """Time to first token by prompt length, and inter-token percentiles, side by side, as far as they were measured."""
     import matplotlib.pyplot as plt
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
     servers = result["servers"]
-    prompts = list(servers["stock"]["ttft_ms"])
-    percentiles = list(servers["stock"]["inter_token_ms"])
+    panels = [measured for measured in ("ttft_ms", "inter_token_ms") if servers["stock"][measured]]
+    figure, axes = plt.subplots(
+        1, max(1, len(panels)), figsize=(5 * max(1, len(panels)), 3.6), squeeze=False, layout="constrained"
+    )
     width = 0.8 / len(servers)
-    for index, (name, data) in enumerate(servers.items()):
-        aside = width * (index - (len(servers) - 1) / 2)
-        medians = [data["ttft_ms"][tokens]["median"] for tokens in prompts]
-        places = np.arange(len(prompts)) + aside
-        left.bar(places, medians, 0.9 * width, label=name)
-        hits = [data["ttft_ms"][tokens]["from_l1"] for tokens in prompts]
-        left.hlines(
-            hits, places - 0.45 * width, places + 0.45 * width, colors="black", label=None if index else "from L1"
-        )
-        values = [data["inter_token_ms"][p]["median"] for p in percentiles]
-        spread = [np.ptp(data["inter_token_ms"][p]["repeats"]) / 2 for p in percentiles]
-        right.bar(np.arange(len(values)) + aside, values, 0.9 * width, yerr=spread, capsize=3, label=name)
-    left.set_xticks(range(len(prompts)), [f"{int(tokens):,}" for tokens in prompts])
-    left.set(xlabel="prompt tokens, restored from L2", ylabel="time to first token, ms")
-    right.set_xticks(range(len(percentiles)), percentiles)
-    right.set(ylabel="inter-token latency, ms", title=f"{DECODING} decoding, {RATE:g} restores/s")
-    left.legend()
+    for panel, axis in zip(panels, axes[0], strict=False):
+        titles = list(servers["stock"][panel])
+        for index, (name, data) in enumerate(servers.items()):
+            found = [data[panel][title] for title in titles]
+            places = np.arange(len(titles)) + width * (index - (len(servers) - 1) / 2)
+            spread = None
+            if panel == "inter_token_ms":
+                spread = [np.ptp(each["repeats"]) / 2 for each in found]
+            axis.bar(places, [each["median"] for each in found], 0.9 * width, yerr=spread, capsize=3, label=name)
+            if panel == "ttft_ms":
+                hits, half = [each["from_l1"] for each in found], 0.45 * width
+                label = None if index else "from L1"
+                axis.hlines(hits, places - half, places + half, colors="black", label=label)
+        if panel == "ttft_ms":
+            axis.set_xticks(range(len(titles)), [f"{int(tokens):,}" for tokens in titles])
+            axis.set(xlabel="prompt tokens, restored from L2", ylabel="time to first token, ms")
+        else:
+            axis.set_xticks(range(len(titles)), titles)
+            axis.set(ylabel="inter-token latency, ms", title=f"{DECODING} decoding, {RATE:g} restores/s")
+        axis.legend()
     save(figure, path)
 
 
@@ -461,6 +465,7 @@ def main(
                         server.gaps.clear()
             order.append(order.pop(0))
             if round_ > 0:
+                settings["rounds_done"] = round_
                 write(report(servers, settings), out, picture)
         if "profile" in measure:
             progress("profiles")
