@@ -7,13 +7,15 @@ import torch
 import transfers
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
-from test_inspect import GEOMETRY, PAGES, metadata, normal_rows
+from test_inspect import GEOMETRY, PAGES, dumped, metadata, normal_rows
 
 from hiqcache.__main__ import main
 from hiqcache.arena import HostArena
+from hiqcache.backends.bf16 import Bf16
 from hiqcache.backends.int8 import Int8
 from hiqcache.exponents import KeyExponents
 from hiqcache.geometry import Part
+from hiqcache.inspect.compare import compare
 from hiqcache.inspect.format import DumpError
 from hiqcache.inspect.reader import Dump
 from hiqcache.inspect.writer import dump_arena
@@ -47,6 +49,19 @@ def test_values_are_multiplied_back(file: pathlib.Path):
             # Half a step of the head's scale, which is of the divided values, times the channel's own power.
             scale = (exact.double() / factors).abs().amax(-1, keepdim=True) / 127
             assert bool(((found.double() - exact.double()).abs() <= 0.52 * scale * factors + 2**-8 * exact.abs()).all())
+
+
+def test_the_bound_is_that_of_the_divided_values(file: pathlib.Path, tmp_path: pathlib.Path):
+    exact = dumped(tmp_path / "exact", Bf16(GEOMETRY), normal_rows(GEOMETRY, PAGES * GEOMETRY.page_size))
+    with Dump(file) as dump, Dump(exact) as reference:
+        k, v = compare(dump, reference)
+    for each in (k, v):
+        assert each.beyond_bound is not None
+        assert not each.beyond_bound.any()
+    # A step of a channel that is divided by 2**e is 2**e as wide, and its bits are fewer by e.
+    divided = (powers().values > 0) & (powers().values <= 4)  # not so far that nothing is left of them
+    lost = k.channel_bits[powers().values == 0].mean() - (k.channel_bits + powers().values)[divided].mean()
+    assert abs(float(lost)) < 0.5
 
 
 def test_the_command_says_so(file: pathlib.Path):

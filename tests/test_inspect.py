@@ -7,6 +7,7 @@ import json
 import math
 import os
 import pathlib
+import re
 import shutil
 import stat
 import subprocess
@@ -456,6 +457,37 @@ def test_a_dump_compared_with_itself(bf16: pathlib.Path):
             assert not differences.error.any()
             assert not differences.relative_error.any()
             assert differences.size.all()
+
+
+def test_effective_bits_of_channels(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
+    """A channel of standard deviation 2**a, with an error of 2**b everywhere, has a - b bits; its mean is no signal."""
+    monkeypatch.setattr(reader, "CHUNK_VALUES", 4 * 3 * 64 * 2)
+    slots = torch.arange(PAGES * GEOMETRY.page_size)
+    signs = torch.where(slots % 2 == 0, 1.0, -1.0)[:, None, None]
+    exact, off = normal_rows(GEOMETRY, len(slots)), normal_rows(GEOMETRY, len(slots))
+    channels = torch.arange(64)
+    bits = channels % 5 + 1  # BF16 holds them all exactly
+    for part in Part:
+        for layer, (before, after) in enumerate(zip(exact.of(part), off.of(part), strict=True)):
+            size = torch.full((3, 64), 2.0**layer)
+            before.copy_(signs * size + (part is Part.K) * 2 * size)
+            after.copy_(before.float() + torch.where(slots % 4 < 2, 1.0, -1.0)[:, None, None] * size * 0.5**bits)
+            after[:, 1, 7] = before[:, 1, 7]
+            before[:, 2, 9] = 1.0
+            after[:, 2, 9] = 1.5
+    first, second = (dumped(tmp_path / name, Bf16(GEOMETRY), rows) for name, rows in (("off", off), ("exact", exact)))
+    with Dump(first) as dump, Dump(second) as reference:
+        for each in compare(dump, reference):
+            found = each.channel_bits
+            assert found.shape == (2, 3, 64)
+            assert bool(found[:, 1, 7].isinf().all())
+            assert bool(found[:, 2, 9].isnan().all())
+            expected = bits.double().expand(2, 3, 64).clone()
+            expected[:, 1, 7], expected[:, 2, 9] = found[:, 1, 7], found[:, 2, 9]
+            torch.testing.assert_close(found, expected, equal_nan=True)
+    shown = run(first, "--compare", second).stdout
+    assert re.search(r"K +0 .* 3\.00 +none +2:9 ", shown), shown
+    assert json.loads(run(first, "--compare", second, "--json").stdout)["k"]["channel_bits"][0][1][6:9] == [2, None, 4]
 
 
 def test_only_common_pages_are_compared(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):

@@ -257,8 +257,8 @@ def _figures(each: "SectionStatistics") -> dict:
     }
 
 
-def _plain(values: "torch.Tensor") -> list[list[float | None]]:
-    return [[_finite(value) for value in row] for row in values.tolist()]
+def _plain(values: "torch.Tensor") -> list:
+    return [_finite(each.item()) if each.dim() == 0 else _plain(each) for each in values]
 
 
 def _finite(value: float) -> float | None:
@@ -314,12 +314,15 @@ def _print_differences(differences: "Sequence[Differences]") -> None:
 
     from hiqcache.commands._table import print_table
 
-    titles = ["RMS value", "RMS error", "relative", "worst", "head", "largest error", "beyond bound", "not finite"]
+    titles = ["RMS value", "RMS error", "relative", "worst", "head", "bits", "fewest", "channel"]
+    titles += ["largest error", "beyond bound", "not finite"]
     columns = ["part", Column("layer", justify="right"), *(Column(title, justify="right") for title in titles)]
     rows = []
     for each in differences:
         for layer, relative in enumerate(each.relative_error):
             size, error = (float(values[layer].square().mean().sqrt()) for values in (each.size, each.error))
+            bits = each.channel_bits[layer]
+            head, channel = divmod(int(bits.nan_to_num(-math.inf, math.inf).argmin()), bits.shape[1])
             rows.append(
                 [
                     each.part.name,
@@ -329,6 +332,9 @@ def _print_differences(differences: "Sequence[Differences]") -> None:
                     f"{_ratio(error, size):.3%}",
                     f"{float(relative.max()):.3%}",
                     str(int(relative.argmax())),
+                    _bits(bits.nanmedian()),
+                    _bits(bits[head, channel]),
+                    f"{head}:{channel}",
                     f"{float(each.largest_error[layer].max()):.4g}",
                     "-" if each.beyond_bound is None else f"{int(each.beyond_bound[layer].sum()):,}",
                     f"{int(each.not_finite[layer].sum()):,}",
@@ -336,6 +342,10 @@ def _print_differences(differences: "Sequence[Differences]") -> None:
             )
     print_table(columns, rows)
     click.echo("\nrelative RMS error: " + ", ".join(f"{each.part.name} {_overall(each):.3%}" for each in differences))
+
+
+def _bits(value: "torch.Tensor") -> str:
+    return "none" if value.isnan() else "all" if value.isinf() else f"{float(value):.2f}"
 
 
 def _findings_of_differences(differences: "Sequence[Differences]") -> list[str]:
@@ -362,4 +372,5 @@ def _figures_of_differences(each: "Differences") -> dict:
         "largest_error": each.largest_error,
         "not_finite": each.not_finite,
         "beyond_bound": each.beyond_bound,
+        "channel_bits": each.channel_bits,
     }

@@ -6,6 +6,7 @@ import attrs
 import torch
 from attrs import field, frozen
 
+from hiqcache.exponents import divide
 from hiqcache.geometry import KVGeometry, Part
 from hiqcache.inspect.format import DumpError
 from hiqcache.inspect.reader import CHUNK_VALUES, Dump, boxes
@@ -17,7 +18,7 @@ LOSSLESS = "bf16-v1"
 
 @frozen(kw_only=True, eq=False)
 class Differences:
-    """One part; tensors are `[layers, heads]` over all pages that both dumps have.
+    """One part; tensors are `[layers, heads]`, or where said `[layers, heads, dim]`, over all pages of both dumps.
 
     Attributes:
         part: K or V.
@@ -28,6 +29,9 @@ class Differences:
         not_finite: values that are NaN or infinite in just one of the two, int64.
         beyond_bound: values further off than the representation's own error bound, int64; None where it states none
             or the reference is not exact.
+        channel_bits: effective bits of each channel, `[layers, heads, dim]` float64: log2 of the standard deviation of
+            its reference values over the root mean square of its error. Infinity where nothing differs, NaN for a
+            channel that never changes and yet differs.
     """
 
     part: Part
@@ -37,6 +41,7 @@ class Differences:
     largest_error: torch.Tensor = field(repr=False)
     not_finite: torch.Tensor = field(repr=False)
     beyond_bound: torch.Tensor | None = field(repr=False)
+    channel_bits: torch.Tensor = field(repr=False)
 
     @property
     def relative_error(self) -> torch.Tensor:
@@ -93,9 +98,11 @@ def _compare_part(
     representations: tuple[HostRepresentation, HostRepresentation],
     progress: Callable[[int], None],
 ) -> Differences:
-    layers, heads = dump.geometry.layers, dump.geometry.heads
-    squares, reference_squares, largest = (torch.zeros(layers, heads, dtype=torch.float64) for _ in range(3))
-    compared, not_finite, beyond = (torch.zeros(layers, heads, dtype=torch.int64) for _ in range(3))
+    layers, heads, dim = dump.geometry.layers, dump.geometry.heads, dump.geometry.dim(part)
+    largest = torch.zeros(layers, heads, dtype=torch.float64)
+    not_finite, beyond = (torch.zeros(layers, heads, dtype=torch.int64) for _ in range(2))
+    squares, reference_squares, sums = (torch.zeros(layers, heads, dim, dtype=torch.float64) for _ in range(3))
+    compared = torch.zeros(layers, heads, dim, dtype=torch.int64)
     bounded = reference.metadata.format_tag == LOSSLESS
     for layer in range(layers):
         for here, there in _pieces(*positions, span=next(dump.chunks()).stop):
@@ -106,26 +113,50 @@ def _compare_part(
                 finite = values.isfinite() & exact.isfinite()
                 differences = torch.where(finite, values.double() - exact.double(), 0)
                 kept = torch.where(finite, exact, 0)
-                squares[into] += _by_head(differences.square())
-                reference_squares[into] += _by_head(kept.double().square())
+                squares[into] += differences.square().sum((0, 1))
+                reference_squares[into] += kept.double().square().sum((0, 1))
+                sums[into] += kept.double().sum((0, 1))
                 largest[into] = torch.maximum(largest[into], differences.abs().amax((0, 1, 3)))
-                compared[into] += _by_head(finite)
+                compared[into] += finite.sum((0, 1))
                 not_finite[into] += _by_head(values.isfinite() != exact.isfinite())
                 if bounded:
-                    bound = representations[0].error_bound(kept, values, part)
+                    bound = _bound(dump, representations[0], part, into, kept, values)
                     bounded = bound is not None
                     if bound is not None:
                         beyond[into] += _by_head((differences.abs() > bound) & finite)
         progress(1)
+    values_compared, channels_compared = compared.sum(-1).clamp(min=1), compared.clamp(min=1)
+    variance = (reference_squares / channels_compared - (sums / channels_compared).square()).clamp(min=0)
     return Differences(
         part=part,
         count=len(positions[0]) * dump.geometry.page_size * dump.geometry.dim(part),
-        error=(squares / compared.clamp(min=1)).sqrt(),
-        size=(reference_squares / compared.clamp(min=1)).sqrt(),
+        error=(squares.sum(-1) / values_compared).sqrt(),
+        size=(reference_squares.sum(-1) / values_compared).sqrt(),
         largest_error=largest,
         not_finite=not_finite,
         beyond_bound=beyond if bounded else None,
+        channel_bits=_effective_bits(variance, squares / channels_compared),
     )
+
+
+def _bound(
+    dump: Dump, representation: HostRepresentation, part: Part, place: tuple[int, slice], exact: torch.Tensor,
+    values: torch.Tensor,
+) -> torch.Tensor | None:  # fmt: skip
+    """The representation's error bound of some heads of a layer; it speaks of K as it was encoded, divided."""
+    if part is Part.V or not dump.key_exponents.any:
+        return representation.error_bound(exact, values, part)
+    factors = dump.key_exponents.factors(exact.device)[place]
+    before, after = exact.clone(), values.clone()
+    for each in (before, after):
+        divide(each, factors)
+    bound = representation.error_bound(before, after, part)
+    return None if bound is None else bound * factors
+
+
+def _effective_bits(variance: torch.Tensor, error: torch.Tensor) -> torch.Tensor:
+    bits = (variance / error).log2() / 2
+    return torch.where(error == 0, torch.inf, torch.where(variance == 0, torch.nan, bits))
 
 
 def _pieces(here: torch.Tensor, there: torch.Tensor, span: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

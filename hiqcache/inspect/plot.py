@@ -47,10 +47,11 @@ def maps_of_statistics(statistics: Sequence[SectionStatistics]) -> list[HeatMap]
 
 
 def maps_of_differences(differences: Sequence[Differences]) -> list[HeatMap]:
-    """Relative and largest errors."""
+    """Relative and largest errors, and the bits that are left of the worst channel of each head."""
     return [
         HeatMap("RMS error / RMS value (%)", {each.part: 100 * each.relative_error for each in differences}),
         HeatMap("largest error", {each.part: each.largest_error for each in differences}),
+        HeatMap("effective bits of the worst channel", {each.part: each.channel_bits.amin(-1) for each in differences}),
     ]
 
 
