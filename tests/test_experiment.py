@@ -12,6 +12,7 @@ import experiment
 import experiment_report
 import pytest
 import tiny_model
+import torch
 from click.testing import CliRunner
 from counters import RESTORE_TOKENS, metric
 from experiment import Broken, Clock, Configuration, Experiment, Refused, Result, Server, Workload
@@ -67,6 +68,24 @@ def test_the_workload_lies_between_the_two_capacities():
     assert workload == WORKLOAD
     assert workload.requests == 128
     assert tokens_of_size(8, 147_456, 1) < workload.reusable_tokens == 65_536 < tokens_of_size(8, 82_944, 1)
+
+
+def test_the_formats_meet_at_a_working_set_between_their_capacities():
+    found = experiment.full_size()["formats"]
+    assert [c.name for c in found.configurations] == ["stock", "int8", "k6v4", "int4", "fp8-kv"]
+    assert found.page_size == 64
+    sizes = {"int8": 74_880, "k6v4": 48_096, "int4": 42_048}
+    held = {name: tokens_of_size(8, size, 64) for name, size in sizes.items()}
+    assert held == {"int8": 106_880, "k6v4": 166_336, "int4": 190_272}
+    assert held["int8"] < found.workload.reusable_tokens == 131_072 < held["k6v4"]
+
+
+def test_experiments_of_different_page_sizes_are_not_run_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(experiment, "end_servers_on_sigterm", lambda: None)
+    result = CliRunner().invoke(experiment.main, ["run", "formats", "crossover", "--out", str(tmp_path)])
+    assert result.exit_code == 2
+    assert "formats, crossover have different page sizes; run one at a time" in " ".join(result.output.split())
 
 
 def test_the_small_budgets_are_equal(tmp_path: Path):

@@ -4,6 +4,7 @@
     python tools/error_sources.py run --prompts prompts.json --out docs/results/error-sources.json
     python tools/error_sources.py report docs/results/error-sources.json
     python tools/error_sources.py plot docs/results/error-sources.json --out docs/results/error-sources.svg
+    python tools/error_sources.py choice docs/results/error-sources.json --out docs/results/choice.svg
 
 The model runs in float32 in this process, on a GPU if there is one, without SGLang. Each prompt's prefix is computed
 once; its KV, rounded to BF16 as L1 holds it, goes through each variant of the format and back, and the text's true
@@ -39,7 +40,9 @@ from rich.progress import track
 from small_formats import Grid, Rotated, bf16, changed, hadamard
 
 from hiqcache import sample_model
+from hiqcache.backends.int4 import Int4
 from hiqcache.backends.int8 import Int8
+from hiqcache.backends.k6v4 import K6V4
 from hiqcache.commands._picture import picture
 from hiqcache.geometry import HiqcacheError, KVGeometry, Part
 from hiqcache.plotting import save
@@ -267,7 +270,11 @@ FORMATS = {
         "the same, moved and searched", 1168, (groups_of(16, 16, offset=True), groups_of(16, 16, offset=True))
     ),
     "nvfp4": Format("TensorRT-LLM's cold pages", 1152, (through(NVFP4), through(NVFP4))),
+    "k6v4 itself": Format("the format's own code", 1336, (through(K6V4), through(K6V4))),
+    "int4 itself": Format("the format's own code", 1168, (through(Int4), through(Int4))),
 }
+BF16_BYTES, INT8_BYTES = 4096, 2080
+"""Of one token in one layer, K and V, with 8 heads x 128 at page size 64."""
 TRIPS = (1, 2, 8)
 REPEATED = 4
 """Prompts whose KV makes more than one trip through `FORMATS`."""
@@ -563,7 +570,7 @@ def below_8_bits(result: dict[str, Any]) -> list[str]:
         errors = (", ".join(f"{error:.2%}" for error in entry["relative_error"][part.value].values()) for part in Part)
         shares = [entry["groups_changed"][part.value] for part in Part]
         again = "-" if None in shares else ", ".join(f"{share:.3%}" for share in shares)
-        ratio = f"{entry['bytes']:,} ({2 * 2048 / entry['bytes']:.2f})"
+        ratio = f"{entry['bytes']:,} ({BF16_BYTES / entry['bytes']:.2f})"
         rows.append([name, entry["what"], ratio, kl(entry["kl"]), *errors, again])
     for name, kinds in result["key_biases"]["errors"].items():
         cells = (" / ".join(f"{error:.1%}" for error in places[place]) for places in kinds.values() for place in PLACES)
@@ -619,6 +626,42 @@ def plot(result: Path, out: Path) -> None:
     values, low, high = np.array([data["variants"][name]["kl"] for name in names]).T
     axes[2].barh(names, values, xerr=np.stack([values - low, high - values]), capsize=3)
     axes[2].set(xscale="log", xlabel="mean KL from BF16 KV, nats")
+    save(figure, out)
+
+
+@main.command()
+@click.argument("result", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option(
+    "--out", required=True, type=click.Path(path_type=Path), callback=picture, help="SVG or PNG file to write."
+)
+def choice(result: Path, out: Path) -> None:
+    """Draw KL over bytes: hiqcache's formats, their peers, and the candidates that were not taken."""
+    import matplotlib.pyplot as plt
+
+    data = read_result(result, *PARTS, "formats")
+    tried = {name: (entry["bytes"], *entry["kl"]) for name, entry in data["formats"].items()}
+    named = {
+        "int8": (INT8_BYTES, *data["variants"]["int8"]["kl"]),
+        "k6v4": tried.pop("k6v4 itself"),
+        "int4": tried.pop("int4 itself"),
+        "FP8 KV (e4m3 in L1)": tried.pop("fp8_e4m3"),
+        "NVFP4": tried.pop("nvfp4"),
+    }
+    figure, axis = plt.subplots(figsize=(7, 4.2), layout="constrained")
+    others = np.array(list(tried.values()))
+    axis.scatter(others[:, 0], 1e4 * others[:, 1], s=14, color="lightgrey", label="candidates that were not taken")
+    for name, (size, *figures) in named.items():
+        mean, low, high = (1e4 * each for each in figures)
+        ours = name in ("int8", "k6v4", "int4")
+        color = "C0" if ours else "C1"
+        axis.errorbar(size, mean, [[mean - low], [high - mean]], marker="o" if ours else "s", color=color, capsize=4)
+        axis.annotate(name, (size, mean), xytext=(7, 5), textcoords="offset points", color=color)
+    axis.axvline(BF16_BYTES, color="grey", linewidth=0.8, linestyle="--")
+    axis.annotate("BF16", (BF16_BYTES, axis.get_ylim()[0]), xytext=(-34, 6), textcoords="offset points", color="grey")
+    axis.set(yscale="log", xlabel="bytes of a token in one layer, K and V, 8 KV heads x 128, page size 64")
+    axis.set(ylabel="mean KL from exact KV, 1e-4 nats", title=f"{data['model']}, {len(data['prompts'])} prompts")
+    axis.legend(loc="lower left")
+    axis.grid(alpha=0.3)
     save(figure, out)
 
 

@@ -52,6 +52,7 @@ from hiqcache.commands._picture import picture
 from hiqcache.model_config import geometry_from_config
 
 PAGE_SIZE = 1
+"""Of experiments that do not say otherwise."""
 MEMORY = 0.9
 SERVER = ("--enable-metrics", "--skip-server-warmup", "--sleep-on-idle", "--cuda-graph-max-bs-decode", "16")
 HICACHE = ("--enable-hierarchical-cache", "--hicache-write-policy", "write_back")
@@ -146,6 +147,7 @@ class Experiment:
         equal: what the L2s have in common, "bytes" or "tokens".
         points: sizes of the reusable working set, from half the smallest L2 to twice the largest; 0 for the
             workload's own alone.
+        page_size: tokens in a page.
     """
 
     name: str
@@ -153,6 +155,7 @@ class Experiment:
     workload: Workload
     equal: str
     points: int = 0
+    page_size: int = PAGE_SIZE
 
 
 @define
@@ -215,6 +218,17 @@ def full_size() -> dict[str, Experiment]:
             equal="bytes",
         ),
         Experiment("crossover", (stock, int8), sweep, equal="bytes", points=7),
+        Experiment(
+            "formats",
+            (
+                stock,
+                *(Configuration(name, l1, (*budget, REPRESENTATION, name)) for name in ("int8", "k6v4", "int4")),
+                Configuration("fp8-kv", l1, (*budget, *fp8)),
+            ),
+            evolve(workload, groups=64, prompts_per_group=3),  # prefixes that fit into the L2 of k6v4, not of int8
+            equal="bytes",
+            page_size=64,
+        ),
     )
     return {experiment.name: experiment for experiment in found}
 
@@ -326,7 +340,11 @@ class Clock:
 
 @contextlib.contextmanager
 def serve(
-    configurations: Sequence[Configuration], model: pathlib.Path, scratch: pathlib.Path, arguments: Sequence[str]
+    configurations: Sequence[Configuration],
+    page_size: int,
+    model: pathlib.Path,
+    scratch: pathlib.Path,
+    arguments: Sequence[str],
 ) -> Iterator[tuple[list[Server], dict[str, str]]]:
     """Servers of all configurations, started at once, with these arguments more; and why others did not, by name."""
 
@@ -336,7 +354,7 @@ def serve(
             model,
             port,
             l1_tokens=configuration.l1_tokens,
-            page_size=PAGE_SIZE,
+            page_size=page_size,
             memory=MEMORY,
             arguments=[*SERVER, *arguments, *configuration.arguments],
         )
@@ -552,7 +570,9 @@ def main() -> None:
 
 
 @main.command()
-@click.argument("names", nargs=-1, required=True, type=click.Choice(["equal-capacity", "equal-budget", "crossover"]))
+@click.argument(
+    "names", nargs=-1, required=True, type=click.Choice(["equal-capacity", "equal-budget", "crossover", "formats"])
+)
 @click.option(
     "--out",
     required=True,
@@ -596,14 +616,22 @@ def run(
         elif model is None:
             model, weights = write_model(scratch / "model", QWEN3_8B), ("--load-format", "dummy")
         known = small_size(model) if small else full_size()
+        if missing := [name for name in names if name not in known]:
+            raise click.BadParameter(
+                f"{', '.join(missing)} with --small; allowed: {', '.join(known)}", param_hint="NAMES"
+            )
         experiments = keep([known[name] for name in names], only)
+        if len({experiment.page_size for experiment in experiments}) > 1:
+            raise click.BadParameter(
+                f"{', '.join(names)} have different page sizes; run one at a time", param_hint="NAMES"
+            )
         for folder in filter(None, (out, runs_dir)):
             folder.mkdir(parents=True, exist_ok=True)
 
         configurations = list(dict.fromkeys(c for experiment in experiments for c in experiment.configurations))
         clock.say(f"starting {len(configurations)} servers: {', '.join(c.name for c in configurations)}")
         context = ("--context-length", str(experiments[0].workload.context))
-        with serve(configurations, model, scratch, (*weights, *context)) as (servers, failed):
+        with serve(configurations, experiments[0].page_size, model, scratch, (*weights, *context)) as (servers, failed):
             for name, reason in failed.items():
                 clock.say(f"{name} did not start: {reason}")
             for server in list(servers):
@@ -620,7 +648,7 @@ def run(
                     "experiment": experiment.name,
                     **provenance(command_line()),
                     "model": "Qwen3-8B's shape, random weights" if weights else model.name,
-                    "page_size": PAGE_SIZE,
+                    "page_size": experiment.page_size,
                     "servers": {server.name: describe(server) for server in part},
                     "finished": False,
                     "refused": None,
