@@ -4,7 +4,7 @@
     python tools/error_sources.py run --prompts prompts.json --out docs/results/error-sources.json
     python tools/error_sources.py report docs/results/error-sources.json
     python tools/error_sources.py plot docs/results/error-sources.json --out docs/results/error-sources.svg
-    python tools/error_sources.py choice docs/results/error-sources.json --out docs/results/choice.svg
+    python tools/error_sources.py choice docs/results/error-sources.json --out choice.svg
 
 The model runs in float32 in this process, on a GPU if there is one, without SGLang. Each prompt's prefix is computed
 once; its KV, rounded to BF16 as L1 holds it, goes through each variant of the format and back, and the text's true
@@ -575,6 +575,11 @@ def below_8_bits(result: dict[str, Any]) -> list[str]:
     for name, kinds in result["key_biases"]["errors"].items():
         cells = (" / ".join(f"{error:.1%}" for error in places[place]) for places in kinds.values() for place in PLACES)
         biased_rows.append([name, *cells])
+    ratios = []
+    for mine, peer in (("k6v4 itself", "fp8_e4m3"), ("int4 itself", "nvfp4")):
+        ours, theirs = (np.array(result["formats"][name]["kl_by_prompt"]) for name in (mine, peer))
+        figure = estimate(lambda chosen, a=ours, b=theirs: a[chosen].mean(-1) / b[chosen].mean(-1), range(len(ours)))
+        ratios.append("KL of {} over that of {}: {:.2f} ({:.2f} to {:.2f})".format(mine, peer, *figure))
     trips = ", ".join(map(str, TRIPS))
     biases = " / ".join(map(str, result["key_biases"]["biases"]))
     titles = [
@@ -588,6 +593,7 @@ def below_8_bits(result: dict[str, Any]) -> list[str]:
     ]
     return [
         table(titles, rows),
+        "; ".join(ratios) + ".",
         table(
             [
                 f"attention output's error at key biases of {biases}",
