@@ -108,20 +108,23 @@ def test_perplexity_is_compared_through_the_change_of_log_probability():
     assert found["logprob_change_abs"] == pytest.approx([0.01] * 3)
 
 
-def a_result(prompts: Prompts, int8: float, fp8: float | None, unavailable: dict[str, str]) -> dict[str, Any]:
+def a_result(
+    prompts: Prompts, int8: float, fp8: float | None, unavailable: dict[str, str], greedy: bool = True
+) -> dict[str, Any]:
     """What `run` writes, of answers whose log-probabilities differ from exact ones by so much."""
     exact = [score(random_logprobs(number), 10) for number in range(len(prompts.prompts))]
 
     def arm(name: str, distance: float, against: str | None = "exact (bf16)") -> Arm:
         near = [evolve(s, logprobs=s.logprobs - distance, true=s.true - distance) for s in exact]
-        return Arm(name=name, against=against, scores=near, greedy=[Greedy(tokens=(1, 2), ended=False)] * len(near))
+        answers = [Greedy(tokens=(1, 2), ended=False)] * len(near) if greedy else None
+        return Arm(name=name, against=against, scores=near, greedy=answers)
 
     arms = [arm("exact (bf16)", 0, None), arm("int8", int8), *([] if fp8 is None else [arm("fp8", fp8)])]
     return {
         "model": {"name": "a model"},
         "hardware": "a machine",
         "versions": {"hiqcache": "1"},
-        "settings": {"scored_tokens": 20},
+        "settings": {"scored_tokens": 20, "arithmetic": "float32, KV in BF16"},
         "prompts": [{}] * len(prompts.prompts),
         **summarise(prompts.prompts, {arm.name: arm for arm in arms}, unavailable),
     }
@@ -182,6 +185,19 @@ def test_report_and_plot(tmp_path):
     (tmp_path / "result.json").write_text(json.dumps(result))
     plot = quality_command("plot", tmp_path / "result.json", "--out", tmp_path / "same.svg")
     assert plot.exit_code == 0, plot.output
+
+
+def test_report_and_plot_without_greedy_answers(tmp_path):
+    result = a_result(some_prompts(), 0.001, 0.1, {}, greedy=False)
+    (tmp_path / "result.json").write_text(json.dumps(result))
+    report = quality_command("report", tmp_path / "result.json")
+    assert report.exit_code == 0, report.output
+    assert "arithmetic: float32, KV in BF16" in report.output
+    assert "| int8 | exact (bf16) |" in report.output
+    assert "whole answer" not in report.output
+    plot = quality_command("plot", tmp_path / "result.json", "--out", tmp_path / "result.svg")
+    assert plot.exit_code == 0, plot.output
+    assert "greedy" not in (tmp_path / "result.svg").read_text()
 
 
 @pytest.mark.parametrize(
@@ -337,6 +353,67 @@ def test_recomputed_cuts_prefixes_and_no_continuation():
 def test_no_server_is_started_twice(names):
     names = [plan.name for plan in Run(some_prompts()).plans(names)]
     assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "float32", "attention", "arithmetic"),
+    [
+        (True, False, "triton", []),
+        (True, True, "torch_native", ["--dtype", "float32", "--kv-cache-dtype", "bf16"]),
+        (False, False, "torch_native", ["--dtype", "float32", "--kv-cache-dtype", "bf16"]),
+    ],
+)
+def test_float32_keeps_kv_in_bf16(gpu, float32, attention, arithmetic, monkeypatch, tmp_path):
+    """The words of a server: on a GPU an attention that does not round float32 queries to BF16."""
+    commands = []
+
+    @contextlib.contextmanager
+    def http(command, log, port, variables):
+        commands.append(command)
+        yield quality.HttpServer("http://nowhere", 0)
+
+    monkeypatch.setattr(quality, "http", http)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    (plan,) = (each for each in Run(some_prompts(), float32).plans(["int8"]) if each.name == "int8")
+    with Progress(disable=True) as progress:
+        quality.serve(evolve(plan, measure=lambda client: []), tmp_path, 0, tmp_path / "log", progress, Event())
+    (words,) = commands
+    assert words[words.index("--attention-backend") + 1] == attention
+    for flag in ("--dtype", "--kv-cache-dtype"):
+        assert words.count(flag) == (flag in arithmetic)
+        if arithmetic:
+            assert words[words.index(flag) + 1] == arithmetic[arithmetic.index(flag) + 1]
+
+
+@pytest.mark.parametrize("float32", [False, True])
+def test_float32_scores_and_generates_nothing(float32):
+    """Every arm asks as often as its bar of progress says, and never for an answer in float32."""
+    asked: list[str] = []
+
+    class Asked:
+        server = None
+
+        def fill(self, prompt):
+            asked.append("fill")
+
+        restore = fill
+
+        def score(self, prompt, source):
+            asked.append("score")
+            return score(random_logprobs(1), 5)
+
+        def continue_greedily(self, prompt, source):
+            asked.append("generate")
+            return Greedy(tokens=(1,), ended=False)
+
+    for plan in Run(some_prompts(), float32).plans(["int8"]):
+        if plan.name == quality.after_trips("int8"):
+            continue  # it reads the server's counters
+        asked.clear()
+        arms = plan.measure(Asked())  # pyright: ignore[reportArgumentType]
+        assert len(asked) == plan.answers
+        assert ("generate" in asked) is not float32
+        assert all((arm.greedy is None) is float32 for arm in arms)
 
 
 def test_passages_start_lines_with_tokens_of_their_own():
