@@ -22,12 +22,16 @@ import tiny_model
 import torch
 from attrs import evolve
 from click.testing import CliRunner, Result
+from nvfp4.hiqcache_nvfp4 import NVFP4
 from quality import Client, NotMeasured, Plan, Run
 from quality_report import Arm, Greedy, Score, agreeing, bars, compared, divergence, estimate, summarise, summary
 from quality_texts import SOURCES, Prompt, Prompts, _Text
 from rich.progress import Progress
 from small_formats import Grid, Rotated
 
+from hiqcache.backends.int4 import Int4
+from hiqcache.backends.int8 import Int8
+from hiqcache.backends.k6v4 import K6V4
 from hiqcache.geometry import HiqcacheError, Part
 
 
@@ -732,6 +736,24 @@ def test_bytes_of_the_candidates(name, bits, of_a_head):
     assert candidate.bytes == total
 
 
+@pytest.mark.parametrize("cls", [Int8, K6V4, Int4, NVFP4])
+def test_pages_do_not_change_values(cls):
+    """Rows are coded alone, so pages of 64 give what pages of 1 give, the last one half empty."""
+    x = normal(100, 8, 64).bfloat16().float()
+    for part in Part:
+        place = error_sources.Place(part, 0, torch.ones(8, 64))
+        paged = error_sources.through(cls, page_size=64)(x, place)
+        assert paged.shape == x.shape
+        assert torch.equal(paged, error_sources.through(cls)(x, place))
+
+
+def test_a_hadamard_matrix_is_made_once():
+    x = normal(3, 64)
+    assert small_formats.hadamard(x) is small_formats.hadamard(x[:1])
+    assert small_formats.hadamard(x).shape == (64, 64)
+    assert small_formats.hadamard(x.double()).dtype == torch.float64
+
+
 def test_exponents_of_biased_channels():
     k = normal(4000, 1, 8)
     k[..., 1] += 30
@@ -773,6 +795,16 @@ def test_a_study_of_a_small_model(tiny, tmp_path, monkeypatch):
     assert formats["int8 rotated"]["kl"][0] < formats["k6v4"]["kl"][0] < formats["int4"]["kl"][0]
     for name in formats:
         assert f"| {name} |" in result.output
+    by_layer = study["by_layer"]
+    assert list(by_layer) == ["int8", "k6v4", "int4", "nvfp4"]
+    for part in ("k", "v"):
+        # Both prompts are measured layer by layer, and int8's values are the same at any page size.
+        assert by_layer["int8"][part] == pytest.approx(np.mean(study["int8_relative_error"][part], axis=1))
+        assert np.mean(by_layer["int4"][part]) == pytest.approx(formats["int4"]["relative_error"][part]["1"], rel=0.1)
+    row = next(line for line in result.output.splitlines() if line.startswith("| 0 |"))
+    assert [cell.strip() for cell in row.split("|")[2:-1]] == [
+        f"{of[part][0]:.2%}" for of in by_layer.values() for part in ("k", "v")
+    ]
     assert "attention output's error at key biases of 0 / 60" in result.output
     plot = CliRunner().invoke(error_sources.main, ["plot", str(out), "--out", str(tmp_path / "study.svg")])
     assert plot.exit_code == 0, plot.output
