@@ -22,12 +22,16 @@ import tiny_model
 import torch
 from attrs import evolve
 from click.testing import CliRunner, Result
+from nvfp4.hiqcache_nvfp4 import NVFP4
 from quality import Client, NotMeasured, Plan, Run
 from quality_report import Arm, Greedy, Score, agreeing, bars, compared, divergence, estimate, summarise, summary
 from quality_texts import SOURCES, Prompt, Prompts, _Text
 from rich.progress import Progress
 from small_formats import Grid, Rotated
 
+from hiqcache.backends.int4 import Int4
+from hiqcache.backends.int8 import Int8
+from hiqcache.backends.k6v4 import K6V4
 from hiqcache.geometry import HiqcacheError, Part
 
 
@@ -108,20 +112,23 @@ def test_perplexity_is_compared_through_the_change_of_log_probability():
     assert found["logprob_change_abs"] == pytest.approx([0.01] * 3)
 
 
-def a_result(prompts: Prompts, int8: float, fp8: float | None, unavailable: dict[str, str]) -> dict[str, Any]:
+def a_result(
+    prompts: Prompts, int8: float, fp8: float | None, unavailable: dict[str, str], greedy: bool = True
+) -> dict[str, Any]:
     """What `run` writes, of answers whose log-probabilities differ from exact ones by so much."""
     exact = [score(random_logprobs(number), 10) for number in range(len(prompts.prompts))]
 
     def arm(name: str, distance: float, against: str | None = "exact (bf16)") -> Arm:
         near = [evolve(s, logprobs=s.logprobs - distance, true=s.true - distance) for s in exact]
-        return Arm(name=name, against=against, scores=near, greedy=[Greedy(tokens=(1, 2), ended=False)] * len(near))
+        answers = [Greedy(tokens=(1, 2), ended=False)] * len(near) if greedy else None
+        return Arm(name=name, against=against, scores=near, greedy=answers)
 
     arms = [arm("exact (bf16)", 0, None), arm("int8", int8), *([] if fp8 is None else [arm("fp8", fp8)])]
     return {
         "model": {"name": "a model"},
         "hardware": "a machine",
         "versions": {"hiqcache": "1"},
-        "settings": {"scored_tokens": 20},
+        "settings": {"scored_tokens": 20, "arithmetic": "float32, KV in BF16"},
         "prompts": [{}] * len(prompts.prompts),
         **summarise(prompts.prompts, {arm.name: arm for arm in arms}, unavailable),
     }
@@ -182,6 +189,19 @@ def test_report_and_plot(tmp_path):
     (tmp_path / "result.json").write_text(json.dumps(result))
     plot = quality_command("plot", tmp_path / "result.json", "--out", tmp_path / "same.svg")
     assert plot.exit_code == 0, plot.output
+
+
+def test_report_and_plot_without_greedy_answers(tmp_path):
+    result = a_result(some_prompts(), 0.001, 0.1, {}, greedy=False)
+    (tmp_path / "result.json").write_text(json.dumps(result))
+    report = quality_command("report", tmp_path / "result.json")
+    assert report.exit_code == 0, report.output
+    assert "arithmetic: float32, KV in BF16" in report.output
+    assert "| int8 | exact (bf16) |" in report.output
+    assert "whole answer" not in report.output
+    plot = quality_command("plot", tmp_path / "result.json", "--out", tmp_path / "result.svg")
+    assert plot.exit_code == 0, plot.output
+    assert "greedy" not in (tmp_path / "result.svg").read_text()
 
 
 @pytest.mark.parametrize(
@@ -337,6 +357,67 @@ def test_recomputed_cuts_prefixes_and_no_continuation():
 def test_no_server_is_started_twice(names):
     names = [plan.name for plan in Run(some_prompts()).plans(names)]
     assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "float32", "attention", "arithmetic"),
+    [
+        (True, False, "triton", []),
+        (True, True, "torch_native", ["--dtype", "float32", "--kv-cache-dtype", "bf16"]),
+        (False, False, "torch_native", ["--dtype", "float32", "--kv-cache-dtype", "bf16"]),
+    ],
+)
+def test_float32_keeps_kv_in_bf16(gpu, float32, attention, arithmetic, monkeypatch, tmp_path):
+    """The words of a server: on a GPU an attention that does not round float32 queries to BF16."""
+    commands = []
+
+    @contextlib.contextmanager
+    def http(command, log, port, variables):
+        commands.append(command)
+        yield quality.HttpServer("http://nowhere", 0)
+
+    monkeypatch.setattr(quality, "http", http)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    (plan,) = (each for each in Run(some_prompts(), float32).plans(["int8"]) if each.name == "int8")
+    with Progress(disable=True) as progress:
+        quality.serve(evolve(plan, measure=lambda client: []), tmp_path, 0, tmp_path / "log", progress, Event())
+    (words,) = commands
+    assert words[words.index("--attention-backend") + 1] == attention
+    for flag in ("--dtype", "--kv-cache-dtype"):
+        assert words.count(flag) == (flag in arithmetic)
+        if arithmetic:
+            assert words[words.index(flag) + 1] == arithmetic[arithmetic.index(flag) + 1]
+
+
+@pytest.mark.parametrize("float32", [False, True])
+def test_float32_scores_and_generates_nothing(float32):
+    """Every arm asks as often as its bar of progress says, and never for an answer in float32."""
+    asked: list[str] = []
+
+    class Asked:
+        server = None
+
+        def fill(self, prompt):
+            asked.append("fill")
+
+        restore = fill
+
+        def score(self, prompt, source):
+            asked.append("score")
+            return score(random_logprobs(1), 5)
+
+        def continue_greedily(self, prompt, source):
+            asked.append("generate")
+            return Greedy(tokens=(1,), ended=False)
+
+    for plan in Run(some_prompts(), float32).plans(["int8"]):
+        if plan.name == quality.after_trips("int8"):
+            continue  # it reads the server's counters
+        asked.clear()
+        arms = plan.measure(Asked())  # pyright: ignore[reportArgumentType]
+        assert len(asked) == plan.answers
+        assert ("generate" in asked) is not float32
+        assert all((arm.greedy is None) is float32 for arm in arms)
 
 
 def test_passages_start_lines_with_tokens_of_their_own():
@@ -655,6 +736,24 @@ def test_bytes_of_the_candidates(name, bits, of_a_head):
     assert candidate.bytes == total
 
 
+@pytest.mark.parametrize("cls", [Int8, K6V4, Int4, NVFP4])
+def test_pages_do_not_change_values(cls):
+    """Rows are coded alone, so pages of 64 give what pages of 1 give, the last one half empty."""
+    x = normal(100, 8, 64).bfloat16().float()
+    for part in Part:
+        place = error_sources.Place(part, 0, torch.ones(8, 64))
+        paged = error_sources.through(cls, page_size=64)(x, place)
+        assert paged.shape == x.shape
+        assert torch.equal(paged, error_sources.through(cls)(x, place))
+
+
+def test_a_hadamard_matrix_is_made_once():
+    x = normal(3, 64)
+    assert small_formats.hadamard(x) is small_formats.hadamard(x[:1])
+    assert small_formats.hadamard(x).shape == (64, 64)
+    assert small_formats.hadamard(x.double()).dtype == torch.float64
+
+
 def test_exponents_of_biased_channels():
     k = normal(4000, 1, 8)
     k[..., 1] += 30
@@ -696,6 +795,16 @@ def test_a_study_of_a_small_model(tiny, tmp_path, monkeypatch):
     assert formats["int8 rotated"]["kl"][0] < formats["k6v4"]["kl"][0] < formats["int4"]["kl"][0]
     for name in formats:
         assert f"| {name} |" in result.output
+    by_layer = study["by_layer"]
+    assert list(by_layer) == ["int8", "k6v4", "int4", "nvfp4"]
+    for part in ("k", "v"):
+        # Both prompts are measured layer by layer, and int8's values are the same at any page size.
+        assert by_layer["int8"][part] == pytest.approx(np.mean(study["int8_relative_error"][part], axis=1))
+        assert np.mean(by_layer["int4"][part]) == pytest.approx(formats["int4"]["relative_error"][part]["1"], rel=0.1)
+    row = next(line for line in result.output.splitlines() if line.startswith("| 0 |"))
+    assert [cell.strip() for cell in row.split("|")[2:-1]] == [
+        f"{of[part][0]:.2%}" for of in by_layer.values() for part in ("k", "v")
+    ]
     assert "attention output's error at key biases of 0 / 60" in result.output
     plot = CliRunner().invoke(error_sources.main, ["plot", str(out), "--out", str(tmp_path / "study.svg")])
     assert plot.exit_code == 0, plot.output

@@ -14,6 +14,8 @@ vocabulary, in nats) from that on unchanged BF16 KV. `prompts.json` is that of t
 
 `int8` here is the format's own code; every other variant is written below, as arithmetic on values: none is a format.
 
+Of the registered formats, and of NVFP4, the error of K and V in each layer at page size 64, on the first prompts.
+
 The same for candidates of fewer than 8 bits (`tools/small_formats.py`), with their error after 1, 2 and 8 trips on the
 first prompts, the groups of which a second trip changes a byte, and the error of the attention output on the synthetic
 K with biases of `tools/key_biases.py`: as it is, and with each channel divided by a power of two beforehand.
@@ -38,6 +40,7 @@ from results import Commands, read_result, writable
 from rich.console import Console
 from rich.progress import track
 from small_formats import Grid, Rotated, bf16, changed, hadamard
+from torch.nn.functional import pad
 
 from hiqcache import sample_model
 from hiqcache.backends.int4 import Int4
@@ -85,17 +88,18 @@ def absmax(x: torch.Tensor) -> torch.Tensor:
     return x.abs().amax(-1, keepdim=True).clamp(min=2.0**-112)
 
 
-def through(cls: type[HostRepresentation]) -> Codec:
-    """A representation's own encode and decode, at page size 1."""
+def through(cls: type[HostRepresentation], page_size: int = 1) -> Codec:
+    """A representation's own encode and decode; zeros fill the last page."""
 
     def code(x: torch.Tensor, place: Place) -> torch.Tensor:
         tokens, heads, dim = x.shape
-        representation = cls(KVGeometry(layers=1, heads=heads, head_dim=dim, v_head_dim=dim, page_size=1))
-        blocks = x.new_empty(tokens, representation.layouts[place.part].block_bytes, dtype=torch.uint8)
-        out = x.new_empty(tokens, 1, heads, dim, dtype=torch.bfloat16)
-        representation.encode(x.bfloat16()[:, None], place.part, blocks)
+        representation = cls(KVGeometry(layers=1, heads=heads, head_dim=dim, v_head_dim=dim, page_size=page_size))
+        values = pad(x.bfloat16(), (0, 0, 0, 0, 0, -tokens % page_size)).view(-1, page_size, heads, dim)
+        blocks = x.new_empty(len(values), representation.layouts[place.part].block_bytes, dtype=torch.uint8)
+        out = torch.empty_like(values)
+        representation.encode(values, place.part, blocks)
         representation.decode(blocks, place.part, out)
-        return out[:, 0].float()
+        return out.flatten(0, 1)[:tokens].float()
 
     return code
 
@@ -273,11 +277,13 @@ FORMATS = {
     "k6v4 itself": Format("the format's own code", 1336, (through(K6V4), through(K6V4))),
     "int4 itself": Format("the format's own code", 1168, (through(Int4), through(Int4))),
 }
+ITSELF = {cls.name: through(cls, page_size=64) for cls in (Int8, K6V4, Int4, NVFP4)}
+"""Formats whose error is measured layer by layer: their own encode and decode."""
 BF16_BYTES, INT8_BYTES = 4096, 2080
 """Of one token in one layer, K and V, with 8 heads x 128 at page size 64."""
 TRIPS = (1, 2, 8)
 REPEATED = 4
-"""Prompts whose KV makes more than one trip through `FORMATS`."""
+"""Prompts whose KV makes more than one trip through `FORMATS`, and one through `ITSELF`."""
 BATCH = 6
 """Codecs whose KV is continued at once."""
 BIASES = (0, 60, 151, 600)
@@ -371,6 +377,7 @@ def run(folder: Path | None, file: Path, count: int, out: Path) -> None:
     wrong: dict[str, dict[str, Any]] = {name: {"once": 0.0, "twice": 0.0} for name in VARIANTS}
     repeated: dict[str, dict[int, Any]] = {name: dict.fromkeys(TRIPS, 0.0) for name in FORMATS}
     moved: dict[str, dict[Part, list[float]]] = {name: {part: [] for part in Part} for name in FORMATS}
+    by_layer: dict[str, Any] = dict.fromkeys(ITSELF, 0.0)
     size: Any = 0.0
     size_repeated: Any = 0.0
     for number, prompt in enumerate(track(prompts[:count], "measuring", console=Console(stderr=True))):
@@ -387,6 +394,8 @@ def run(folder: Path | None, file: Path, count: int, out: Path) -> None:
                     wrong[name]["twice"] += squares(coded(once[name], codecs[name], channels), rows)
         if number < REPEATED:
             size_repeated += squares(rows)
+            for name, code in ITSELF.items():
+                by_layer[name] += squares(coded(rows, code, channels), rows)
             for name, each in FORMATS.items():
                 trip = rows
                 for trips in range(1, max(TRIPS) + 1):
@@ -441,6 +450,13 @@ def run(folder: Path | None, file: Path, count: int, out: Path) -> None:
                 "kl_by_prompt": measured[name],
             }
             for name, each in FORMATS.items()
+        },
+        "by_layer": {
+            name: {
+                part.value: np.sqrt(sums / size_repeated)[i].mean(-1).tolist()  # over heads
+                for i, part in enumerate(Part)
+            }
+            for name, sums in by_layer.items()
         },
         "key_biases": {
             "biases": list(BIASES),
@@ -559,8 +575,17 @@ def markdown(result: dict[str, Any]) -> str:
             table(["squared error of int8", *next(iter(result["sources"].values()))], shares),
             table(["error of int8 by layer and head", "smallest", "median", "largest", "where"], heads),
             *(below_8_bits(result) if "formats" in result else []),
+            *([layer_by_layer(result["by_layer"])] if "by_layer" in result else []),
         ]
     )
+
+
+def layer_by_layer(errors: dict[str, dict[str, list[float]]]) -> str:
+    """The table of `ITSELF`: relative error in each layer, mean over heads."""
+    columns = [(name, part, of[part.value]) for name, of in errors.items() for part in Part]
+    titles = ["error in layer, page size 64", *(f"{name}, {part.value.upper()}" for name, part, _ in columns)]
+    layers = zip(*(of for _, _, of in columns), strict=True)
+    return table(titles, [[str(layer), *(f"{error:.2%}" for error in row)] for layer, row in enumerate(layers)])
 
 
 def below_8_bits(result: dict[str, Any]) -> list[str]:

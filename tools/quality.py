@@ -20,6 +20,7 @@ of the prefix:
 
 Arms are compared with exact, restored ones with the exact run of their own server; recomputed with bf16 restored.
 Logits are computed in float32 everywhere (--enable-fp32-lm-head), or their rounding would hide small differences.
+With --float32 so is everything else, on KV in BF16: the noise floor is lower, and answers are scored only.
 """
 
 import json
@@ -162,6 +163,7 @@ class Plan:
         chunk: `--chunked-prefill-size`.
         measure: asks the questions.
         answers: how many answers that takes.
+        float32: the model computes in float32, on KV in BF16.
         optional: without it there is still something to report.
     """
 
@@ -171,6 +173,7 @@ class Plan:
     chunk: int
     measure: Callable[[Client], list[Arm]]
     answers: int
+    float32: bool = False
     optional: bool = False
 
 
@@ -178,11 +181,16 @@ class Plan:
 class Run:
     """All that the arms have in common.
 
+    Attributes:
+        prompts: what is asked.
+        float32: the model computes in float32, on KV in BF16. Nobody serves so: answers are scored, none is generated.
+
     Raises:
         HiqcacheError: the prompts are too few to push one another out of L1.
     """
 
     prompts: Prompts
+    float32: bool = False
 
     def __attrs_post_init__(self) -> None:
         if self.total - self.longest < self.l1_tokens:
@@ -226,15 +234,17 @@ class Run:
         for prompt in self.prompts.prompts:
             client.fill(prompt)
             scores.append(client.score(prompt, "device"))
-            greedy.append(client.continue_greedily(prompt, "device"))
-        return Arm(name=name, against=against, scores=scores, greedy=greedy)
+            if not self.float32:
+                greedy.append(client.continue_greedily(prompt, "device"))
+        return Arm(name=name, against=against, scores=scores, greedy=greedy or None)
 
     def restored(self, client: Client, name: str) -> list[Arm]:
         """Everything asked in L1, and again after a restore from L2."""
         before = self.exact(client, exact(name), None)
         scores = [client.score(prompt, "host") for prompt in self.prompts.prompts]
-        greedy = [client.continue_greedily(prompt, "host") for prompt in self.prompts.prompts]
-        return [before, Arm(name=name, against=before.name, scores=scores, greedy=greedy)]
+        asked = () if self.float32 else self.prompts.prompts
+        greedy = [client.continue_greedily(prompt, "host") for prompt in asked]
+        return [before, Arm(name=name, against=before.name, scores=scores, greedy=greedy or None)]
 
     def trips(self, client: Client, name: str) -> list[Arm]:
         """Scores in L1, and after the last restore, of what was encoded again before each."""
@@ -258,7 +268,8 @@ class Run:
     def plans(self, representations: Sequence[str]) -> Iterator[Plan]:
         """Every server: for the lossless representation, for those asked about, and for the two yardsticks."""
         count = len(self.prompts.prompts)
-        plan = partial(Plan, l1_tokens=self.l1_tokens, chunk=self.one_piece)
+        generated = 0 if self.float32 else count
+        plan = partial(Plan, l1_tokens=self.l1_tokens, chunk=self.one_piece, float32=self.float32)
 
         def l2(name: str, tokens: int, l1_tokens: int) -> list[str]:
             words = ["--enable-hierarchical-cache", "--hicache-representation", name]
@@ -270,7 +281,7 @@ class Run:
                 name=name,
                 arguments=l2(name, everything, self.l1_tokens),
                 measure=partial(self.restored, name=name),
-                answers=5 * count,
+                answers=3 * count + 2 * generated,
             )
         for name in dict.fromkeys(representations) if self.enough_for_trips else ():
             # L2 is a little too small for second copies: that of a restored prefix is given up while it is in L1.
@@ -288,13 +299,13 @@ class Run:
             name=YARDSTICK,
             arguments=["--kv-cache-dtype", FP8],
             measure=lambda client: [self.exact(client, YARDSTICK, exact(LOSSLESS))],
-            answers=3 * count,
+            answers=2 * count + generated,
             optional=True,
         )
         yield plan(
             name=RECOMPUTED,
             measure=lambda client: [self.exact(client, RECOMPUTED, LOSSLESS)],
-            answers=3 * count,
+            answers=2 * count + generated,
             chunk=self.small_pieces,
         )
 
@@ -328,9 +339,13 @@ def serve(plan: Plan, model: Path, shared: int, log: Path, progress: Progress, s
 
     task = progress.add_task(f"{plan.name}: starting", total=plan.answers)
     port = free_port()
-    device = [] if torch.cuda.is_available() else cpu.words(cpu.FLOAT32)
+    device = cpu.words(cpu.FLOAT32) if plan.float32 or not torch.cuda.is_available() else []
     arguments = ["--chunked-prefill-size", str(plan.chunk), *COMMON, *device, *plan.arguments]
-    command = launch(model, port, l1_tokens=plan.l1_tokens, page_size=1, memory=MEMORY, arguments=arguments)
+    # Triton attention rounds float32 queries and attention weights to the BF16 of the KV; PyTorch's own widens the KV.
+    attention = "torch_native" if plan.float32 else "triton"
+    command = launch(
+        model, port, l1_tokens=plan.l1_tokens, page_size=1, memory=MEMORY, attention=attention, arguments=arguments
+    )
     try:
         with http(command, log, port, environment()) as server:
             progress.update(task, description=plan.name)
@@ -403,10 +418,17 @@ def prompts_command(model: Path | None, out: Path) -> None:
 @click.option(
     "--representation", "names", multiple=True, default=("int8", "k6v4", "int4"), show_default=True, help="Beside bf16."
 )
+@click.option("--float32", is_flag=True, help="Compute in float32 on KV in BF16: a lower noise floor. Scores only.")
 @click.option("--at-once", default=1, show_default=True, type=click.IntRange(min=1), help="Servers side by side.")
 @click.option("--out", required=True, type=click.Path(path_type=Path), callback=writable, help="JSON file to write.")
 def run_command(
-    model: Path | None, file: Path | None, count: int | None, names: tuple[str, ...], at_once: int, out: Path
+    model: Path | None,
+    file: Path | None,
+    count: int | None,
+    names: tuple[str, ...],
+    float32: bool,
+    at_once: int,
+    out: Path,
 ) -> None:
     """Serve every arm, compare the answers, write the result and print its tables.
 
@@ -419,7 +441,7 @@ def run_command(
     prompts = Prompts.load(file) if file else make(model)
     prompts = evolve(prompts, prompts=prompts.prompts[:count])
     prompts.require_ids_of(model)
-    run = Run(prompts)
+    run = Run(prompts, float32)
     logs = Path(tempfile.mkdtemp(prefix="hiqcache-quality-"))
     end_servers_on_sigterm()
     found = run_all(run, model, names, at_once, logs)
@@ -430,10 +452,10 @@ def run_command(
         "model": {"name": model.name, "tokenizer": prompts.tokenizer},
         "settings": {
             "scored_tokens": prompts.continuation_tokens - 1,
-            "generated_tokens": GENERATED,
+            "generated_tokens": 0 if float32 else GENERATED,
             "top": TOP,
             "chunked_prefill_size": {"recomputed": run.small_pieces, "all others": run.one_piece},
-            "arithmetic": "as the model's own" if torch.cuda.is_available() else "float32, KV in BF16",
+            "arithmetic": "as the model's own" if torch.cuda.is_available() and not float32 else "float32, KV in BF16",
             "logits": "float32",
         },
         "prompts": [

@@ -265,7 +265,7 @@ def markdown(result: dict[str, Any]) -> str:
     answers = ("kl", kl), ("logprob_change_abs", mean), ("same_top", percent), ("perplexity_ratio", change)
     greedy = ("first_token", "whole_sequence", "agreeing_share")
     parts = [
-        f"{head}; {result['hardware']}; {versions}.",
+        f"{head}; arithmetic: {settings['arithmetic']}; {result['hardware']}; {versions}.",
         table(
             [
                 "KV of the prefix",
@@ -277,15 +277,12 @@ def markdown(result: dict[str, Any]) -> str:
             ],
             [[name, arm["against"], *(form(arm["all"][of]) for of, form in answers)] for name, arm in arms.items()],
         ),
-        table(
-            ["KV of the prefix", "first token", "whole answer", "tokens before the first difference"],
-            [
-                [name, *(percent(arm["all"][of]) for of in greedy)]
-                for name, arm in arms.items()
-                if greedy[0] in arm["all"]
-            ],
-        ),
     ]
+    generated = {name: arm["all"] for name, arm in arms.items() if greedy[0] in arm["all"]}
+    if generated:
+        titles = ["KV of the prefix", "first token", "whole answer", "tokens before the first difference"]
+        rows = [[name, *(percent(figures[of]) for of in greedy)] for name, figures in generated.items()]
+        parts.append(table(titles, rows))
     for group, title in (("by_prefix_tokens", "prefix tokens"), ("by_kind", "kind")):
         values = list(next(iter(arms.values()))[group])
         for figure, form in (("kl", kl), ("perplexity_ratio", change)):
@@ -301,11 +298,13 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
-    """KL by length of the prefix, perplexity, and agreement of greedy answers, side by side."""
+    """KL by length of the prefix, perplexity, and agreement of greedy answers if there are any, side by side."""
     import matplotlib.pyplot as plt
 
     arms = {name: arm for name, arm in result["arms"].items() if arm["all"]["kl"][0] > 0}  # no zero on a log axis
-    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(13, 3.8), layout="constrained")
+    greedy = {name: arm["all"] for name, arm in result["arms"].items() if "first_token" in arm["all"]}
+    panels = 3 if greedy else 2
+    figure, (left, middle, *rest) = plt.subplots(1, panels, figsize=(13 * panels / 3, 3.8), layout="constrained")
     for index, (name, arm) in enumerate(arms.items()):
         lengths = [int(length) for length in arm["by_prefix_tokens"]]
         values, low, high = np.array([each["kl"] for each in arm["by_prefix_tokens"].values()]).T
@@ -322,13 +321,16 @@ def plot(result: dict[str, Any], path: Path) -> None:
     middle.axhline(0, color="grey", linewidth=0.8)
     middle.set_xticks(range(len(arms)), list(arms))
     middle.set(ylabel="change of perplexity, %")
-    greedy = {name: arm["all"] for name, arm in result["arms"].items() if "first_token" in arm["all"]}
-    for shift, figure_name, label in ((-0.2, "first_token", "first token"), (0.2, "whole_sequence", "whole answer")):
-        values, low, high = 100 * np.array([each[figure_name] for each in greedy.values()]).T
-        spread = np.stack([values - low, high - values])
-        right.bar(np.arange(len(greedy)) + shift, values, 0.38, yerr=spread, capsize=3, label=label)
-    right.set_xticks(range(len(greedy)), list(greedy))
-    right.set(ylabel="greedy answers as with exact KV, %")
-    right.set(ylim=(0, 118))
-    right.legend(loc="upper center", ncols=2)
+    for right in rest:
+        for shift, figure_name, label in (
+            (-0.2, "first_token", "first token"),
+            (0.2, "whole_sequence", "whole answer"),
+        ):
+            values, low, high = 100 * np.array([each[figure_name] for each in greedy.values()]).T
+            spread = np.stack([values - low, high - values])
+            right.bar(np.arange(len(greedy)) + shift, values, 0.38, yerr=spread, capsize=3, label=label)
+        right.set_xticks(range(len(greedy)), list(greedy))
+        right.set(ylabel="greedy answers as with exact KV, %")
+        right.set(ylim=(0, 118))
+        right.legend(loc="upper center", ncols=2)
     save(figure, path)

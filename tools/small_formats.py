@@ -1,6 +1,7 @@
 """Candidates for formats below 8 bits, as arithmetic on values: no byte is packed here."""
 
 import math
+from functools import cache
 
 import torch
 from attrs import evolve, frozen
@@ -19,8 +20,14 @@ def bf16(x: torch.Tensor) -> torch.Tensor:
 
 def hadamard(like: torch.Tensor) -> torch.Tensor:
     """The orthogonal matrix of 1 and -1, scaled, that turns the last axis of `like`; its size is a power of two."""
-    matrix = like.new_ones(1, 1)
-    while len(matrix) < like.shape[-1]:
+    return _hadamard(like.shape[-1], like.dtype, like.device)
+
+
+@cache
+def _hadamard(dim: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Kept: to make it anew in each call takes a GPU longer than to turn by it."""
+    matrix = torch.ones(1, 1, dtype=dtype, device=device)
+    while len(matrix) < dim:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
     return matrix / math.sqrt(len(matrix))
 
