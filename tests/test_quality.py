@@ -34,6 +34,8 @@ from hiqcache.backends.int8 import Int8
 from hiqcache.backends.k6v4 import K6V4
 from hiqcache.geometry import HiqcacheError, Part
 
+DOCS = Path(__file__).parents[1] / "docs"
+
 
 def some_prompts(count: int = 18, continuation: int = 24) -> Prompts:
     """Random tokens, prefixes of 48 and 96."""
@@ -204,24 +206,36 @@ def test_report_and_plot_without_greedy_answers(tmp_path):
     assert "greedy" not in (tmp_path / "result.svg").read_text()
 
 
+def test_the_page_has_the_table_of_small_formats():
+    result = json.loads((DOCS / "results/error-sources-small-formats.json").read_text())
+    page = (DOCS / "quality.md").read_text()
+    for table in error_sources.below_8_bits(result)[:2]:
+        assert table in page, table
+
+
+def test_a_picture_of_the_choice(tmp_path):
+    arguments = [DOCS / "results/error-sources-small-formats.json", "--out", tmp_path / "choice.svg"]
+    drawn = CliRunner().invoke(error_sources.main, ["choice", *map(str, arguments)])
+    assert drawn.exit_code == 0, drawn.output
+    assert "NVFP4" in (tmp_path / "choice.svg").read_text()
+
+
 @pytest.mark.parametrize(
     ("report", "file"),
     [(quality.main, "quality-smollm2-h200.json"), (error_sources.main, "error-sources-smollm2.json")],
 )
 def test_the_tables_of_the_page_are_those_of_the_results(report, file):
-    docs = Path(__file__).parents[1] / "docs"
-    page = (docs / "quality.md").read_text()
-    said = CliRunner().invoke(report, ["report", str(docs / "results" / file)]).output
+    page = (DOCS / "quality.md").read_text()
+    said = CliRunner().invoke(report, ["report", str(DOCS / "results" / file)]).output
     tables = [part for part in said.strip().split("\n\n") if part.startswith("|")]
     assert len(tables) >= 3
     assert [table for table in tables if table not in page] == []
 
 
 def test_the_sentences_of_the_page_are_those_of_the_results():
-    docs = Path(__file__).parents[1] / "docs"
-    page = " ".join((docs / "quality.md").read_text().split())
+    page = " ".join((DOCS / "quality.md").read_text().split())
     served, study = (
-        json.loads((docs / "results" / name).read_text())
+        json.loads((DOCS / "results" / name).read_text())
         for name in ("quality-smollm2-h200.json", "error-sources-smollm2.json")
     )
     kl = {name: np.array([entry["kl"] for entry in arm["prompts"]]) for name, arm in served["arms"].items()}
