@@ -258,7 +258,11 @@ def _figures(each: "SectionStatistics") -> dict:
 
 
 def _plain(values: "torch.Tensor") -> list:
-    return [_finite(each.item()) if each.dim() == 0 else _plain(each) for each in values]
+    return _without_nan(values.tolist())
+
+
+def _without_nan(values: list) -> list:
+    return [_without_nan(each) if isinstance(each, list) else _finite(each) for each in values]
 
 
 def _finite(value: float) -> float | None:
